@@ -13,7 +13,6 @@ reward that broke its contract there is a RewardBug here, at once.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
@@ -78,7 +77,7 @@ class Settings(core_reward.Settings):
     pixels: Literal["exact", "bytes"] = pydantic.Field(
         "exact",
         description=(
-            "exact: as they are; bytes: rounded to what a saved PNG holds, several times smaller."
+            "exact: as they are; bytes: rounded to what a saved PNG holds, a quarter of the size."
         ),
     )
     batch: int = pydantic.Field(
@@ -118,10 +117,10 @@ class PendingSamples:
     """The samples of one call, B of them, and what is known of each so far."""
 
     media: Tensor  # (B, 3, H, W) or (B, F, 3, H, W), on CPU
-    prompts: list[str]
+    prompts: list[str]  # B
     columns: dict[str, Any]  # those that the reward needs
     keys: list[str]  # in the journal; empty without one
-    scores: list[float | None]
+    scores: list[float | None]  # B, None where the sample has no score yet
     errors: dict[int, str] = field(default_factory=dict)  # by sample
     over: threading.Event = field(default_factory=threading.Event)  # no more requests, no waiting
 
@@ -129,8 +128,8 @@ class PendingSamples:
 class Remote(core_reward.Reward):
     """Asks a reward server; scale, needs, reads, reads_prompt and video are the server's.
 
-    journal: a Journal of the scores, from the setting or of the run. problem: why samples of the
-    last call failed.
+    journal: a ScoreJournal, from the setting or of the run. problem: why samples of the last call
+    failed.
     """
 
     Settings = Settings
@@ -196,7 +195,7 @@ class Remote(core_reward.Reward):
     def _begun(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> PendingSamples:
-        """A call with the scores that the journal holds."""
+        """A call's samples, with the scores that the journal holds."""
         columns = wire.columns_of(context, self.needs)
         names: list[str] = []
         scores: list[float | None] = [None] * len(prompts)
@@ -249,16 +248,19 @@ class Remote(core_reward.Reward):
         """Most samples of one request, by the settings and by what the server takes."""
         columns = [column for name, column in call.columns.items() if name in wire.TENSORS]
         sample = sum(tensor[0].nbytes for tensor in (call.media, *columns))
-        room = int(self.about.max_mb * 1e6 / (1.4 * sample))  # base64 is 4/3, and the texts
+        room = int(self.about.max_mb * 1e6 / (1.1 * sample))  # a tenth is left for the texts
         return max(1, min(self.settings.batch, self.about.max_samples, room))
 
     def _score(self, call: PendingSamples, rows: list[int]) -> wire.Answer:
         """The server's answer for these rows; one that cannot be used ends the call."""
-        question = self._question(call, rows)
+        request = self._request(call, rows)
+        tensors = {"media": wire.as_bytes(call.media[rows], rounds=self.rounds)}
+        for name in call.columns.keys() & wire.TENSORS:
+            tensors[name] = call.columns[name][rows]
         try:
-            response = self._ask("POST", "/score", json.dumps(question), call.over)
+            response = self._ask("POST", "/score", wire.pack(request, tensors), call.over)
             answer = self._read(wire.Answer, response)
-            self._check(answer, question)
+            self._check(answer, request)
         except RequestRefused as error:
             call.over.set()
             raise RewardUnavailable(
@@ -266,22 +268,26 @@ class Remote(core_reward.Reward):
             ) from None
         return answer
 
-    def _question(self, call: PendingSamples, rows: list[int]) -> dict[str, Any]:
-        question = {
+    def _request(self, call: PendingSamples, rows: list[int]) -> dict[str, Any]:
+        """The JSON of a request for these rows."""
+        request: dict[str, Any] = {
             "id": secrets.token_hex(8),
             "prompts": [call.prompts[row] for row in rows],
-            "media": wire.pack_media(call.media[rows], rounds=self.rounds),
         }
-        for name, column in call.columns.items():
-            question[name] = _packed(name, _take(column, rows))
+        if "meta" in call.columns:
+            request["meta"] = [call.columns["meta"][row] for row in rows]
+            for meta in request["meta"]:
+                wire.meta_text(meta)  # refuses what JSON cannot hold
+        if "group" in call.columns:
+            request["group"] = call.columns["group"][rows].tolist()
         if self.settings.reward is not None:
-            question["reward"] = self.settings.reward
-        return question
+            request["reward"] = self.settings.reward
+        return request
 
-    def _check(self, answer: wire.Answer, question: Mapping[str, Any]) -> None:
-        """An answer to another question, or of another server -> Refused."""
-        expected, counts = len(question["prompts"]), {len(answer.scores), len(answer.errors)}
-        if answer.id != question["id"] or counts != {expected}:
+    def _check(self, answer: wire.Answer, request: Mapping[str, Any]) -> None:
+        """An answer to another request, or of another server -> RequestRefused."""
+        expected, counts = len(request["prompts"]), {len(answer.scores), len(answer.errors)}
+        if answer.id != request["id"] or counts != {expected}:
             raise RequestRefused(
                 "it answered another request than the one it was asked"
                 f" ({len(answer.scores)} scores for {expected})"
@@ -296,15 +302,16 @@ class Remote(core_reward.Reward):
         self,
         method: str,
         path: str,
-        body: str | None,
+        body: bytes | None,
         over: threading.Event,
         place: Place | None = None,
     ) -> httpx.Response:
-        """An answer, however often it takes within `wait` seconds of the first failure.
+        """Ask until there is an answer, for `wait` seconds from the first failure on.
 
         over: set when the call ends; then Ended is raised. place: the server; None: any.
         """
 
+        # The servers asked so far: `failed` names the last one.
         tried: list[Place] = []
 
         def once() -> httpx.Response:
@@ -328,7 +335,7 @@ class Remote(core_reward.Reward):
             ) from None
 
     def _once(
-        self, place: Place, method: str, path: str, body: str | None, over: threading.Event
+        self, place: Place, method: str, path: str, body: bytes | None, over: threading.Event
     ) -> httpx.Response:
         try:
             response = place.client.fetch(method, path, body, over)
@@ -353,7 +360,7 @@ class Remote(core_reward.Reward):
         raise Again(f"it answered {response.status_code}{said}", 0.0 if others else after)
 
     def _read(self, record: type[R], response: httpx.Response) -> R:
-        """The record that an answer holds; anything else -> Refused.
+        """The record that an answer holds; anything else -> RequestRefused.
 
         What was wrong with the samples is a ValueError.
         """
@@ -438,19 +445,6 @@ def _side_by_side(
     finally:
         over.set()
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _packed(name: str, column: Any) -> Any:
-    """A column of some samples as JSON takes it."""
-    if name == "meta":
-        for row in column:
-            wire.meta_text(row)
-        return column
-    return column.tolist() if name == "group" else wire.pack(column)
-
-
-def _take(column: Any, rows: list[int]) -> Any:
-    return column[rows] if isinstance(column, Tensor) else [column[i] for i in rows]
 
 
 def _detail(response: httpx.Response) -> str:

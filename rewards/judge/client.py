@@ -19,7 +19,9 @@ send JPEG of quality 75 or 95).
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import logging
 import os
@@ -41,7 +43,6 @@ from flowrl.rewards.core.reward import RewardUnavailable, forgetful
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.judge.completion import Reply, detail, read_reply
 from flowrl.rewards.judge.replies import UnreadableReply
-from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, fits_a_header
 from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
 from flowrl.runtime.paths import located
@@ -142,9 +143,9 @@ class Ask(Protocol):
 class Exchange:
     """One question and its reply, for the log and the cache."""
 
-    key: str
-    question: str
-    reply: Reply
+    key: str  # sha256 of the request, by which the cache finds the reply
+    question: str  # as the log shows it
+    reply: Reply  # what the judge answered
 
 
 class JudgeClient:
@@ -188,7 +189,7 @@ class JudgeClient:
     def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | NoReply]:
         """Run dialogues side by side; a job gets `ask` and returns its value.
 
-        What a job raises as Failed or Unreadable is its result.
+        What a job raises as NoReply or UnreadableReply is its result.
         """
         if not jobs:
             return []
@@ -411,7 +412,10 @@ def picture(image: Image.Image, side: int | None = None) -> dict[str, Any]:
             [max(1, round(n * side / max(image.size))) for n in image.size],
             Image.Resampling.BICUBIC,
         )
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{wire.png(image)}"}}
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=1)
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 def text(words: str) -> dict[str, Any]:

@@ -16,11 +16,11 @@ HOST_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a server is. shown: its address without secrets."""
+    """Where a server is."""
 
-    shown: str
+    shown: str  # the address without secrets
     login: tuple[str, str] | None = field(repr=False)  # user and password
-    query: str = field(repr=False)
+    query: str = field(repr=False)  # what follows "?", which may hold a key
 
 
 def address(value: str, example: str) -> str:

@@ -81,7 +81,7 @@ class Connection(H11Protocol):
         self.door.enter(self)
 
     def close(self) -> None:
-        """At once, whatever was not sent."""
+        """Close at once, whatever was not sent."""
         self.door.leave(self)
         self.transport.abort()
 

@@ -28,10 +28,7 @@ from flowrl.runtime.text import printable
 
 T = TypeVar("T")
 GLANCE = 0.1  # seconds: how often a request under way looks whether the call has ended
-HEADERS = {
-    "Content-Type": "application/json",
-    "Accept-Encoding": "identity",  # a compressed answer could unpack to any size
-}
+HEADERS = {"Accept-Encoding": "identity"}  # a compressed answer could unpack to any size
 BYTES_A_VALUE = 16  # of the largest answer: fewer would take many times its size when parsed
 KEPT_HEADERS = ("Content-Type", "Retry-After")  # of an answer
 
@@ -87,10 +84,15 @@ class Client:
         self.idle: deque[httpx.Client] = deque()  # one of them is one connection
 
     def fetch(
-        self, method: str, path: str, body: str | None = None, over: threading.Event | None = None
+        self,
+        method: str,
+        path: str,
+        body: str | bytes | None = None,
+        over: threading.Event | None = None,
     ) -> httpx.Response:
         """The whole answer, whatever its status; no answer -> Again.
 
+        body: JSON as text; bytes are sent as application/octet-stream.
         over: when it is set, the request is left alone, and Ended is raised.
         """
         deadline = time.monotonic() + self.timeout
@@ -126,11 +128,18 @@ class Client:
         raise Ended
 
     def _read(
-        self, session: httpx.Client, method: str, path: str, body: str | None, deadline: float
+        self,
+        session: httpx.Client,
+        method: str,
+        path: str,
+        body: str | bytes | None,
+        deadline: float,
     ) -> httpx.Response:
         content = bytearray()
         url = f"{self.url}{path}?{self.query}" if self.query else self.url + path
-        with session.stream(method, url, content=body) as answer:
+        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
+        headers = {"Content-Type": kind}
+        with session.stream(method, url, content=body, headers=headers) as answer:
             for piece in answer.iter_raw():
                 content += piece
                 if len(content) > self.largest:
@@ -138,7 +147,7 @@ class Client:
                 if time.monotonic() > deadline:
                     raise self._late()
         session.cookies.clear()
-        if values_of(content, 0, len(content)) > self.largest / BYTES_A_VALUE:
+        if values_of(content) > self.largest / BYTES_A_VALUE:
             raise TooLong(f"its answer of {len(content):,} bytes holds too many values")
         headers = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
         return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
@@ -156,11 +165,12 @@ def persist(
     seconds: float = math.inf,
     failed: Callable[[Again], None] = lambda failure: None,
 ) -> T:
-    """What `attempt` returns, tried again while it raises Again; the last of those is raised.
+    """Call `attempt` until it does not raise Again -> what it returns; the last Again is raised.
 
     over: when it is set, nothing more is tried or waited for, and Ended is raised. pauses: seconds
     of the first and of the longest, doubled between; a server may ask for longer ones. tries: in
-    all. seconds: from the first failure on. failed: told of a failure that another try follows.
+    all. seconds: from the first failure on. failed: called after a failure that another try
+    follows.
     """
 
     def once() -> T:
@@ -168,6 +178,7 @@ def persist(
             raise Ended
         return attempt()
 
+    # The pause waits on `over`, so that the end of a call interrupts it.
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(Again),
         stop=tenacity.stop_after_attempt(tries) | tenacity.stop_after_delay(seconds),

@@ -19,14 +19,13 @@ PAUSE = 10.0  # seconds that a server is passed over
 
 @dataclass(slots=True)
 class Place:
-    """A server. asked: requests so far; open: those under way; until: when it is asked again, by
-    time.monotonic; away: whether that was told."""
+    """One of several servers, and how busy it is."""
 
-    client: Client
-    asked: int = 0
-    open: int = 0
-    until: float = 0.0
-    away: bool = False
+    client: Client  # sends requests to it
+    asked: int = 0  # requests so far
+    open: int = 0  # requests under way
+    until: float = 0.0  # time.monotonic() from which on it is asked again
+    away: bool = False  # whether the user was told that it does not answer
 
 
 class Pool:

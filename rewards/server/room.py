@@ -27,17 +27,18 @@ class Full(Exception):
 
 
 class OpenRequest:
-    """One request. held: bytes that it keeps in memory. arriving: its body still comes. heard: loop
-    time at which its client had sent PACE bytes more."""
+    """One request, and the memory that it takes while it is read and waits for its scores."""
 
     def __init__(self, room: Room, clock: asyncio.Timeout):
         self.room, self.clock = room, clock
-        self.held = self.fresh = 0
-        self.heard = _now()
-        self.arriving, self.waiting, self.leaving = True, False, False
+        self.held = 0  # bytes that it keeps in memory
+        self.fresh = 0  # bytes that came since `heard`
+        self.heard = _now()  # loop time at which its client had sent PACE bytes more
+        self.arriving = True  # whether its body still comes
+        self.waiting = self.leaving = False  # for room; because it has to give way
 
     def listen(self) -> None:
-        """From now on the next piece of the body has to come in time."""
+        """Start the clock: the next piece of the body has to come in time."""
         self.clock.reschedule(self.heard + IDLE)
 
     async def take(self, piece: bytes) -> None:
@@ -48,7 +49,7 @@ class OpenRequest:
             self.heard, self.fresh = _now(), 0
 
     def arrived(self) -> None:
-        """The body is whole, and the client has no more to do."""
+        """Stop the clock: the body is whole, and the client has no more to do."""
         self.arriving = False
         self.clock.reschedule(None)
 
@@ -71,7 +72,7 @@ class OpenRequest:
         self.clock.reschedule(None)
 
     def hold(self, amount: int) -> None:
-        """From now on it keeps so many bytes."""
+        """Count so many bytes for this request from now on."""
         less = amount < self.held
         self.room.held += amount - self.held
         self.held = amount
@@ -85,7 +86,8 @@ class OpenRequest:
 
 
 class Room:
-    """limit: bytes that all guests keep together; one that is alone may keep more."""
+    """The requests of a server, and how many bytes they keep together, at most `limit`; one that is
+    alone may keep more."""
 
     def __init__(self, limit: float):
         self.limit, self.held = limit, 0
@@ -109,7 +111,7 @@ class Room:
                 guest.hold(0)
 
     def fits(self, guest: OpenRequest, amount: int) -> bool:
-        """Bodies that still come fill no more than half, but for the first."""
+        """Whether there is room: bodies that still come fill half of it at most, but the first."""
         half = guest.arriving and guest is not self._first()
         alone = self.held == guest.held
         return alone or self.held + amount <= self.limit * (0.5 if half else 1)
@@ -127,7 +129,7 @@ class Room:
             keepers[-1].leave()
 
     def _first(self) -> OpenRequest | None:
-        """The first of those who keep or want something, and not only their answer."""
+        """The oldest request that still sends or waits for room."""
         unserved = (one for one in self.guests if one.waiting or (one.arriving and one.held))
         return next(unserved, None)
 

@@ -19,7 +19,7 @@ from flowrl.rewards.server.room import Full, Late, OpenRequest
 from flowrl.rewards.server.service import Job, Service
 from flowrl.runtime.text import printable
 
-QUICK = 100_000  # bytes of a body that are weighed in less time than a thread takes to begin
+KINDS = ("application/json", wire.WITH_TENSORS)
 STATUS = {
     ValueError: 422,
     wire.TooLarge: 413,
@@ -61,8 +61,8 @@ def authorize(request: Request) -> None:
 
 
 def addressed(request: Request) -> None:
-    """A web page can lead a name of its own to this machine (DNS rebinding), and ask in its
-    visitor's place; the browser then sends that name."""
+    """Refuse another Host than this machine: a web page can lead a name of its own here (DNS
+    rebinding) and ask in its visitor's place, and the browser then sends that name."""
     host = request.headers.get("host", "")
     if request.app.state.local and not is_local(host):
         raise HTTPException(
@@ -88,7 +88,7 @@ async def version(service: Served) -> wire.About:
 @for_clients.post("/score")
 async def score(request: Request, service: Served) -> wire.Answer:
     length = length_of(request)
-    service.check_size(length, "of JSON")
+    service.check_size(length, "in its body")
     async with service.room.guest() as guest:
         job = await arrived(request, length, service, guest)
         future = asyncio.wrap_future(service.submit(job))
@@ -106,21 +106,31 @@ async def arrived(request: Request, length: int, service: Service, guest: OpenRe
     """The job that a request asks for. What it takes in memory is awaited before it is used."""
     run = partial(asyncio.get_running_loop().run_in_executor, service.readers)
     body = await body_of(request, length, guest)
-    weight = service.weigh(body) if length < QUICK else await run(service.weigh, body)
-    await guest.add(weight.total - length)
-    question = await run(service.read, body, weight)
+    text, file = wire.split(body) if kind_of(request) == wire.WITH_TENSORS else (body, b"")
     del body
-    guest.hold(weight.total)
+    weight = await run(service.weigh, text, file)
+    await guest.add(weight - length)
+    question = await run(service.read, text, file, weight)
+    del text, file
+    guest.hold(weight)
     await guest.add(question.nbytes + question.scratch)
     job = await run(service.job, question)
-    guest.hold(weight.rest + question.nbytes)
+    guest.hold(weight + question.nbytes)
     return job
 
 
+def kind_of(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip()
+
+
 def length_of(request: Request) -> int:
-    """Bytes of the JSON body that a request announces."""
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise HTTPException(415, "send JSON, with Content-Type: application/json")
+    """Bytes of the body that a request announces."""
+    if kind_of(request) not in KINDS:
+        raise HTTPException(
+            415,
+            "send JSON, with Content-Type: application/json; or JSON and tensors, with"
+            f" {wire.WITH_TENSORS}",
+        )
     if "content-length" not in request.headers or "transfer-encoding" in request.headers:
         raise HTTPException(
             411, "send the length of the body, as Content-Length, and no Transfer-Encoding"
@@ -129,7 +139,7 @@ def length_of(request: Request) -> int:
 
 
 async def body_of(request: Request, length: int, guest: OpenRequest) -> bytes:
-    """At its end the guest holds it twice: the parts, and the room of what it becomes."""
+    """Receive a body; it is then counted twice, because joining its parts copies it."""
     parts, came = [], 0
     guest.listen()
     async for part in request.stream():

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards import RewardSet, RewardUnavailable, score
-from flowrl.rewards.core.score import check_columns, check_kind, check_media
+from flowrl.rewards.core.score import check_columns, check_kind, check_media, take
 from flowrl.rewards.server import wire
-from flowrl.rewards.server.json_weight import Weight, weigh
+from flowrl.rewards.server.json_weight import weigh
 from flowrl.rewards.server.room import Room
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
@@ -38,14 +38,14 @@ MOST_KEYS = 64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """One request, unpacked. B samples."""
+    """One request of B samples, unpacked."""
 
-    id: str
+    id: str  # the client's, which the answer repeats
     reward: str | None  # None: the weighted total
     media: Tensor  # (B, 3, H, W) or (B, F, 3, H, W) fp32
-    prompts: list[str]
-    context: MediaContext
-    future: Future[wire.Answer] = field(default_factory=Future)
+    prompts: list[str]  # B
+    context: MediaContext  # the columns that came
+    future: Future[wire.Answer] = field(default_factory=Future)  # its answer
 
     @property
     def kind(self) -> tuple:
@@ -65,11 +65,11 @@ class Job:
 
 
 class Service:
-    """What the routes call: limits, and one thread that scores.
+    """What the routes call: checks of size, and one thread that scores.
 
-    max_mb: of a request, as JSON and unpacked. All requests together keep at most twice as much: an
-    eighth of max_mb for a batch that is joined from several, the rest for themselves (`room`).
-    max_batch: most samples scored at once.
+    max_mb: of a request, as it comes and unpacked. All requests together keep at most twice as
+    much: an eighth of max_mb for a batch that is joined from several, the rest for themselves
+    (`room`). max_batch: most samples scored at once.
     """
 
     def __init__(
@@ -109,26 +109,26 @@ class Service:
                 f" {what}; send fewer samples at once, or serve with a larger --max-mb"
             )
 
-    def weigh(self, body: bytes) -> Weight:
-        """Memory that a body takes when it is read; too much -> TooLarge."""
-        weight = weigh(body)
-        self.check_size(weight.total, "of JSON in memory")
-        return weight
+    def weigh(self, text: bytes, file: bytes) -> int:
+        """Memory that JSON and tensors take when they are read; too much -> TooLarge."""
+        weight = weigh(text)
+        self.check_size(weight, "of JSON in memory")
+        return weight + len(file)
 
-    def read(self, body: bytes, weight: Weight) -> wire.ScoreRequest:
-        """The request in a body, sizes checked, nothing unpacked yet."""
-        question = _question(body)
+    def read(self, text: bytes, file: bytes, weight: int) -> wire.ScoreRequest:
+        """The request in a body, sizes checked, no picture unpacked yet."""
+        question = _question(text, file)
         if len(question.prompts) > wire.MAX_SAMPLES:
             raise wire.TooLarge(
                 f"a request may have {wire.MAX_SAMPLES} samples, and this one has"
                 f" {len(question.prompts)}; send several"
             )
         self.check_size(question.nbytes, "unpacked")
-        self.check_size((weight.total + question.nbytes + question.scratch) / 2, "unpacked")
+        self.check_size((weight + question.nbytes + question.scratch) / 2, "unpacked")
         return question
 
     def job(self, question: wire.ScoreRequest) -> Job:
-        """Unpacked, and held to what the rewards take."""
+        """Unpack a request and check it against what the rewards take."""
         rewards, prompts = self._chosen(question.reward), question.prompts
         columns = _columns(question)
         given = {name: column for name, column in columns.items() if column is not None}
@@ -138,7 +138,7 @@ class Service:
                 raise ValueError(
                     f'"{name}" should have one row for each of the {len(prompts)} prompts'
                 )
-        media = check_media(wire.unpack(question.media), prompts)
+        media = check_media(wire.unpack_media(question.media), prompts)
         check_columns(rewards, given)
         check_kind(rewards.rewards, media, prompts)
         context = MediaContext(**columns)
@@ -230,7 +230,7 @@ class Service:
         for i in failed:
             alone = whole
             if context.group is None and len(prompts) > 1:
-                sample, row = media[i : i + 1].to(self.device), _row(context, i)
+                sample, row = media[i : i + 1].to(self.device), take(context, torch.tensor([i]))
                 try:
                     alone = score(sample, prompts[i : i + 1], rewards, row)
                 except RewardUnavailable:
@@ -276,26 +276,18 @@ def _joined(contexts: list[MediaContext]) -> MediaContext:
     )
 
 
-def _row(context: MediaContext, i: int) -> MediaContext:
-    """Of a context without groups."""
-    tensors = {
-        name: getattr(context, name)[i : i + 1]
-        for name in wire.TENSORS
-        if getattr(context, name) is not None
-    }
-    return MediaContext(meta=None if context.meta is None else context.meta[i : i + 1], **tensors)
-
-
 def _plain(column: Tensor) -> list[float | None]:
-    """NaN -> None."""
+    """Numbers as JSON takes them: None for NaN."""
     return [value if value == value else None for value in column.tolist()]
 
 
-def _question(body: bytes) -> wire.ScoreRequest:
-    """The record in a body. The JSON is parsed first: a text is then held once, not for each record
-    that it may belong to."""
+def _question(text: bytes, file: bytes) -> wire.ScoreRequest:
+    """The record of JSON and a safetensors file.
+
+    The JSON is parsed first: a text is then held once, not for each record that it may belong to.
+    """
     try:
-        found = JSON.validate_json(body)
+        found = JSON.validate_json(text)
     except pydantic.ValidationError as error:
         raise ValueError(f"the body is not JSON: {error.errors()[0]['msg']}") from None
     if not isinstance(found, dict):
@@ -303,8 +295,9 @@ def _question(body: bytes) -> wire.ScoreRequest:
     records = [found, *(found.get(name) for name in ("media", *wire.TENSORS))]
     if any(isinstance(record, dict) and len(record) > MOST_KEYS for record in records):
         raise ValueError("the body has more keys than a request may have")
+    tensors = wire.tensors_of(file) if file else {}
     try:
-        return wire.ScoreRequest.model_validate(found)
+        return wire.ScoreRequest.model_validate(found | tensors)
     except pydantic.ValidationError as error:
         said = _sentence(error)
     raise ValueError(said)  # without the error, which holds all of the request
@@ -319,8 +312,8 @@ def _sentence(error: pydantic.ValidationError) -> str:
         return f'unknown key "{place}"{did_you_mean(place, wire.ScoreRequest.model_fields)}'
     if problem["loc"] and problem["loc"][0] in ("media", *wire.TENSORS):
         return (
-            f'{problem["loc"][0]} should be {{"png": [...]}} or {{"dtype": ..., "shape": ...,'
-            ' "data": ...}, see docs/rewards/serving.md'
+            f'{problem["loc"][0]} should be {{"png": [...]}}, or a tensor behind the JSON, see'
+            " docs/rewards/serving.md"
         )
     return f"{place or 'the body'}: {said}"
 

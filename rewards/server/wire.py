@@ -1,13 +1,12 @@
-"""What travels between a reward server and its clients: JSON, whose tensors arrive bit for bit.
+"""What travels between a reward server and its clients: JSON, and tensors bit for bit.
 
-GET /health is open to all; GET /version returns About; POST /score takes a Question and returns an
-Answer. Nothing is ever unpickled.
+GET /health is open to all; GET /version returns About; POST /score takes a ScoreRequest and returns
+an Answer. Nothing is ever unpickled.
 
-A tensor is {"dtype", "shape", "data"}; data is base64 of zlib of its little-endian bytes, plane by
-plane: the first bytes of all numbers, then the second ones, and so on. Exponents next to exponents
-compress (level 1) a tenth to a third smaller than the plain bytes, and faster. dtype "unorm8" means
-fp32 = byte / 255. Pictures with 8 bits a channel may also come as {"png": [base64 of an RGB PNG,
-...]}, which any language writes. A number that is not finite is null.
+A request is JSON whose pictures are {"png": [base64 of an RGB PNG, ...]}, which any language
+writes; or, as flowrl sends it, the length of its JSON (8 bytes, little-endian), the JSON, and its
+tensors as the bytes of a safetensors file. Media of uint8 stand for byte / 255. In answers a number
+that is not finite is null.
 """
 
 from __future__ import annotations
@@ -16,42 +15,32 @@ import base64
 import binascii
 import hashlib
 import inspect
-import io
 import json
-import math
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
+import safetensors.torch
 import torch
-from PIL import Image
 from torch import Tensor
 
-from flowrl.data.media import open_image, to_pil, to_uint8
+from flowrl.data.media import open_image, to_uint8
 from flowrl.rewards.core.reward import Reward
+from flowrl.runtime.text import printable
 from flowrl.types import MediaContext
 
-PROTOCOL = 1
+PROTOCOL = 2
+WITH_TENSORS = "application/octet-stream"  # Content-Type of JSON that tensors follow
 MAX_SAMPLES = 1024  # of one request
 # columns of a MediaContext that hold one tensor row a sample
 TENSORS = ("source", "actions", "reference")
-STORED = {
-    "float32": "<f4",
-    "float64": "<f8",
-    "int64": "<i8",
-    "int32": "<i4",
-    "uint8": "|u1",
-    "unorm8": "|u1",
-}
-LONGEST = 2**32  # of a dimension
-PIECE = 2**20  # bytes: how much of a tensor is unpacked at once
+LENGTH = 8  # bytes of the JSON's length
+MOST_HEAD = 2**16  # bytes of the head of a safetensors file, which here has a few tensors
 PNG_START = b"\x89PNG\r\n\x1a\n"
 PNG_HEAD = PNG_START + b"\x00\x00\x00\rIHDR"
 RGB_OF_BYTES = b"\x08\x02"  # bit depth 8, colour type 2
-
 
 Int64 = Annotated[int, pydantic.Field(ge=-(2**63), lt=2**63)]
 
@@ -64,29 +53,16 @@ class Record(pydantic.BaseModel):
     """Strict: a number is not a text, an unknown key is an error."""
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
     )
-
-
-class Numbers(Record):
-    """One tensor."""
-
-    dtype: Literal["float32", "float64", "int64", "int32", "uint8", "unorm8"]
-    shape: list[Annotated[int, pydantic.Field(gt=0, le=LONGEST)]] = pydantic.Field(
-        max_length=8, fail_fast=True
-    )
-    data: str
-    scratch: ClassVar[int] = 0  # bytes beside the tensor while it is unpacked, but for pieces
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor when unpacked."""
-        unpacked = "<f4" if self.dtype == "unorm8" else STORED[self.dtype]
-        return math.prod(self.shape) * np.dtype(unpacked).itemsize
 
 
 class Pngs(Record):
-    """(B, 3, H, W) pictures."""
+    """Pictures (B, 3, H, W) as PNG files."""
 
     png: list[str] = pydantic.Field(min_length=1, fail_fast=True)
 
@@ -97,7 +73,7 @@ class Pngs(Record):
 
     @property
     def scratch(self) -> int:
-        """Bytes beside the tensor, while it is unpacked: one picture and its file."""
+        """Bytes beside the tensor while it is unpacked: one picture and its file."""
         pixels = max(width * height for width, height in self._sizes())
         return 7 * pixels + 2 * max(map(len, self.png))
 
@@ -106,57 +82,48 @@ class Pngs(Record):
 
 
 class ScoreRequest(Record):
-    """Body of POST /score.
-
-    media, prompts and the columns have B rows. reward: a label of those served; None: their
-    weighted total.
-    """
+    """What POST /score is asked. Media, prompts and columns have B rows."""
 
     id: str = pydantic.Field("", max_length=100)
     prompts: list[str] = pydantic.Field(min_length=1, fail_fast=True)
-    media: Pngs | Numbers
-    reward: str | None = None
+    media: Pngs | Tensor
+    reward: str | None = None  # a label of those served; None: their weighted total
     meta: Annotated[list[dict[str, Any]], pydantic.Field(fail_fast=True)] | None = None
     group: Annotated[list[Int64], pydantic.Field(fail_fast=True)] | None = None
-    source: Pngs | Numbers | None = None
-    actions: Numbers | None = None
-    reference: Pngs | Numbers | None = None
+    source: Pngs | Tensor | None = None
+    actions: Tensor | None = None
+    reference: Pngs | Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors when unpacked."""
-        return sum(record.nbytes for record in self._records())
+        """Bytes that unpacking adds to what came: pictures, and media of uint8 as fp32."""
+        floats = 4 * self.media.numel() if _is_bytes(self.media) else 0
+        return floats + sum(pngs.nbytes for pngs in self._pngs())
 
     @property
     def scratch(self) -> int:
-        """Bytes beside the tensors, while they are unpacked one after the other."""
-        return max(record.scratch for record in self._records())
+        """Bytes beside the pictures while they are unpacked, one column after the other."""
+        return max((pngs.scratch for pngs in self._pngs()), default=0)
 
-    def _records(self) -> list[Pngs | Numbers]:
-        columns = [getattr(self, name) for name in TENSORS]
-        return [self.media, *(column for column in columns if column is not None)]
+    def _pngs(self) -> list[Pngs]:
+        columns = [self.media, self.source, self.reference]
+        return [column for column in columns if isinstance(column, Pngs)]
 
 
 class Answer(pydantic.BaseModel):
-    """What POST /score returns.
-
-    scores[i] is what was asked for, null where sample i could not be scored; errors[i] says why.
-    """
+    """What POST /score returns."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
-    id: str
-    version: str
-    scores: list[float | None]
-    parts: dict[str, list[float | None]]
-    errors: list[str | None]
+    id: str  # of the request
+    version: str  # as About.version
+    scores: list[float | None]  # B, None where a sample could not be scored
+    parts: dict[str, list[float | None]]  # label -> B scores of that reward
+    errors: list[str | None]  # B, why there is no score
 
 
 class Served(pydantic.BaseModel):
-    """What a client must know of a reward.
-
-    rounds: it reads no more of a picture than an 8-bit PNG holds.
-    """
+    """What a client must know of a reward; the fields are those of Reward."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -165,25 +132,22 @@ class Served(pydantic.BaseModel):
     reads: list[str]
     reads_prompt: bool
     video: Literal["yes", "no", "only"]
-    rounds: bool
+    rounds: bool  # whether it reads no more of a picture than an 8-bit PNG holds
     weight: float
 
 
 class About(pydantic.BaseModel):
-    """What GET /version returns.
-
-    version: a hash of the rewards, their settings and their code. total: their weighted sum.
-    """
+    """What GET /version returns."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
-    protocol: int
-    flowrl: str
-    version: str
-    rewards: dict[str, Served]
-    total: Served
-    max_mb: float = pydantic.Field(gt=0, le=1e6)
-    max_samples: int = pydantic.Field(ge=1, le=1_000_000)
+    protocol: int  # number of the protocol: PROTOCOL
+    flowrl: str  # version of the package
+    version: str  # a hash of the rewards, their settings and their code
+    rewards: dict[str, Served]  # by label
+    total: Served  # their weighted sum
+    max_mb: float = pydantic.Field(gt=0, le=1e6)  # of one request
+    max_samples: int = pydantic.Field(ge=1, le=1_000_000)  # of one request
 
 
 def about(
@@ -245,90 +209,65 @@ def _source_hash(code: Callable[..., Any]) -> str:
         return ""
 
 
-def pack(tensor: Tensor, *, dtype: str | None = None) -> dict[str, Any]:
-    """A tensor as JSON takes it; dtype: "unorm8" for bytes that stand for [0, 1]."""
-    dtype = str(tensor.dtype).removeprefix("torch.") if dtype is None else dtype
-    if dtype not in STORED:
-        raise ValueError(
-            f"a tensor of type {tensor.dtype} does not travel to a reward server; convert it to one"
-            f" of {', '.join(STORED)}"
-        )
-    stored = np.ascontiguousarray(tensor.detach().cpu().numpy(), STORED[dtype])
-    planes = stored.reshape(-1).view(np.uint8).reshape(-1, stored.itemsize).T.tobytes()
-    return {
-        "dtype": dtype,
-        "shape": list(tensor.shape),
-        "data": base64.b64encode(zlib.compress(planes, 1)).decode(),
-    }
+def as_bytes(media: Tensor, *, rounds: bool = False) -> Tensor:
+    """fp32 media in [0, 1], on CPU, as uint8 if nothing is lost by it.
 
-
-def pack_media(media: Tensor, *, rounds: bool = False) -> dict[str, Any]:
-    """(B, 3, H, W) or (B, F, 3, H, W) fp32 as JSON takes it.
-
-    As bytes if nothing is lost by it, or if rounds: the reader rounds to bytes anyway.
+    rounds: also if something is, because the reader rounds to bytes anyway.
     """
-    media = media.detach().cpu().contiguous()
     levels = to_uint8(media)
-    restored = levels.float() / 255
-    if not rounds and not torch.equal(restored.view(torch.int32), media.view(torch.int32)):
-        return pack(media)
-    if media.ndim == 5:
-        return pack(levels, dtype="unorm8")
-    return {"png": [png(image) for image in to_pil(media)]}
+    restored = _as_floats(levels).view(torch.int32)
+    same_bits = torch.equal(restored, media.contiguous().view(torch.int32))
+    return levels if rounds or same_bits else media
 
 
-def unpack(record: Numbers | Pngs) -> Tensor:
-    """The tensor that was packed, bit for bit; data of another dtype or shape -> ValueError."""
-    if isinstance(record, Pngs):
-        return _pictures(record.png)
-    bytes_in_01 = record.dtype == "unorm8"
-    dtype = np.dtype(np.float32 if bytes_in_01 else STORED[record.dtype])
-    numbers = np.empty(math.prod(record.shape), dtype)
-    planes = numbers[:, None] if bytes_in_01 else numbers.view(np.uint8).reshape(-1, dtype.itemsize)
-    _fill(planes.T, record)
-    tensor = torch.from_numpy(numbers.view(dtype.newbyteorder("=")).reshape(record.shape))
-    return tensor.div_(255) if bytes_in_01 else tensor
+def pack(request: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """The body of a request: the length of its JSON, the JSON, and the tensors as safetensors."""
+    text = json.dumps(request).encode()
+    file = safetensors.torch.save({name: row.contiguous() for name, row in tensors.items()})
+    return b"".join([len(text).to_bytes(LENGTH, "little"), text, file])
 
 
-def _fill(planes: np.ndarray, record: Numbers) -> None:
-    """Write the bytes in a record's data, which are exactly as many as `planes` has places."""
-    filled, size = 0, planes.shape[1]
-    for piece in _inflated(record):
-        if filled + len(piece) > planes.size:
-            raise _misfit(record, planes.size, f"more than {planes.size}")
-        fresh = np.frombuffer(piece, np.uint8)
-        while len(fresh):
-            plane, place = divmod(filled, size)
-            part, fresh = fresh[: size - place], fresh[size - place :]
-            planes[plane, place : place + len(part)] = part
-            filled += len(part)
-    if filled < planes.size:
-        raise _misfit(record, planes.size, str(filled))
+def split(body: bytes) -> tuple[bytes, bytes]:
+    """JSON and safetensors of a body that has both."""
+    end = LENGTH + int.from_bytes(body[:LENGTH], "little")
+    if len(body) < end:
+        raise ValueError(f"the body has {len(body)} bytes, and should have {end} or more")
+    return body[LENGTH:end], body[end:]
 
 
-def _inflated(record: Numbers) -> Iterator[bytes]:
-    """The bytes in a record's data, a piece at a time."""
-    inflate, step = zlib.decompressobj(), 4 * PIECE // 3 // 4 * 4
+def tensors_of(file: bytes) -> dict[str, Tensor]:
+    """Tensors of a safetensors file by name; anything else -> ValueError."""
+    if int.from_bytes(file[:8], "little") > MOST_HEAD:  # before the head is parsed
+        raise ValueError(f"the head of the safetensors file is longer than {MOST_HEAD:,} bytes")
     try:
-        for start in range(0, len(record.data), step):
-            text = record.data[start : start + step]
-            piece = inflate.decompress(binascii.a2b_base64(text, strict_mode=True), PIECE)
-            while piece:
-                yield piece
-                piece = inflate.decompress(inflate.unconsumed_tail, PIECE)
-    except (ValueError, zlib.error) as error:
+        found = safetensors.torch.load(file)
+    # SafetensorError, and KeyError for types that torch does not have
+    except Exception as error:
         raise ValueError(
-            f"the data of a {record.dtype} tensor is not base64 of zlib: {error}"
+            f"the tensors are no safetensors file: {printable(f'{type(error).__name__}: {error}')}"
         ) from None
-    if not inflate.eof:
-        raise ValueError(f"the data of a {record.dtype} tensor ends too early")
+    if empty := [name for name, tensor in found.items() if not tensor.numel()]:
+        raise ValueError(f"the tensor {printable(empty[0], 60)!r} is empty")
+    return found
 
 
-def _misfit(record: Numbers, expected: int, got: str) -> ValueError:
-    return ValueError(
-        f"a {record.dtype} tensor of shape {tuple(record.shape)} has {expected} bytes; its data"
-        f" holds {got}"
-    )
+def unpack(record: Pngs | Tensor) -> Tensor:
+    """Pictures as (B, 3, H, W) fp32 in [0, 1]; a tensor is unpacked as it is."""
+    return _pictures(record.png) if isinstance(record, Pngs) else record
+
+
+def unpack_media(record: Pngs | Tensor) -> Tensor:
+    """Media in fp32, as they were before as_bytes."""
+    media = unpack(record)
+    return _as_floats(media) if _is_bytes(media) else media
+
+
+def _is_bytes(record: Pngs | Tensor) -> bool:
+    return isinstance(record, Tensor) and record.dtype == torch.uint8
+
+
+def _as_floats(levels: Tensor) -> Tensor:
+    return levels.float().div_(255)
 
 
 def columns_of(context: MediaContext | None, needs: frozenset[str]) -> dict[str, Any]:
@@ -354,13 +293,6 @@ def meta_text(meta: dict[str, Any]) -> str:
         ) from None
 
 
-def png(image: Image.Image) -> str:
-    """A picture without loss, as base64 of a PNG."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
 def _png_size(text: str, number: int) -> tuple[int, int]:
     """(width, height) from the head of a file, before anything is inflated."""
     try:
@@ -373,7 +305,7 @@ def _png_size(text: str, number: int) -> tuple[int, int]:
 
 
 def _pictures(texts: list[str]) -> Tensor:
-    """(B, 3, H, W) fp32 in [0, 1]."""
+    """PNG files as (B, 3, H, W) fp32 in [0, 1]; all have one size."""
     sizes = [_png_size(text, number) for number, text in enumerate(texts)]
     if len(set(sizes)) != 1:
         raise ValueError(

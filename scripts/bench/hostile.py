@@ -17,6 +17,8 @@ import asyncio
 import base64
 import collections
 import contextlib
+import functools
+import io
 import json
 import random
 import socket
@@ -24,7 +26,6 @@ import struct
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,7 @@ from typing import Any
 
 import server as bench
 import torch
+from PIL import Image
 
 from flowrl.rewards.server import wire
 
@@ -75,8 +77,13 @@ class Enemy:
             await asyncio.sleep(1)
 
 
-def head(length: int | str, *more: str, start: str = "POST /score HTTP/1.1") -> bytes:
-    lines = [start, "Host: localhost", "Content-Type: application/json"]
+def head(
+    length: int | str,
+    *more: str,
+    start: str = "POST /score HTTP/1.1",
+    kind: str = "application/json",
+) -> bytes:
+    lines = [start, "Host: localhost", f"Content-Type: {kind}"]
     return "\r\n".join([*lines, f"Content-Length: {length}", *more, "", ""]).encode()
 
 
@@ -138,13 +145,17 @@ async def many_values(enemy: Enemy) -> None:
 
 
 async def inflating(enemy: Enemy) -> None:
-    """A tensor and a picture of kilobytes that say that they are large."""
-    side = int((enemy.claim / 12) ** 0.5)
-    data = base64.b64encode(zlib.compress(bytes(12 * side * side))).decode()
-    media = {"dtype": "float32", "shape": [1, 3, side + 100, side], "data": data}
-    body = json.dumps({"prompts": ["a"], "media": media}).encode()
+    """A picture of kilobytes that is larger than a request may be."""
+    side = int((enemy.claim / 12) ** 0.5) + 100
+    body = json.dumps({"prompts": ["a"], "media": {"png": [png(side)]}}).encode()
     await enemy.head(len(body))
     await enemy.send(body)
+
+
+async def endless_tensor(enemy: Enemy) -> None:
+    """JSON and tensors whose lengths have no end."""
+    body = bytes([255] * 8) if enemy.random.random() < 0.5 else bytes(8) + bytes([255] * 8)
+    await enemy.send(head(len(body), kind=wire.WITH_TENSORS) + body)
 
 
 async def deaf(enemy: Enemy) -> None:
@@ -157,7 +168,7 @@ async def deaf(enemy: Enemy) -> None:
 
 ATTACKS: list[Callable[[Enemy], Awaitable[None]]] = [
     silent, slow_head, endless_head, claim, huge_claim, half_body, drip_body, garbage, tls_hello,
-    reset, many_values, inflating, deaf,
+    reset, many_values, inflating, endless_tensor, deaf,
 ]  # fmt: skip
 
 
@@ -199,11 +210,12 @@ def attacking(port: int, args: argparse.Namespace) -> Iterator[Callable[[], dict
 def fuzzed(number: int, seed: int) -> bytes:
     """A request to /score that is wrong somewhere, most of the time."""
     chance = random.Random(f"{seed} fuzz {number}")
-    question = good(chance)
+    question, tensors = good(chance)
     kind = chance.randrange(4)
     if kind == 0:  # another value somewhere
         replace(question, chance)
-    body = json.dumps(question).encode()
+    body = wire.pack(question, tensors) if tensors else json.dumps(question).encode()
+    form = wire.WITH_TENSORS if tensors else "application/json"
     if kind == 1:  # other bytes somewhere
         body = bytearray(body)
         for _ in range(chance.randint(1, 20)):
@@ -212,18 +224,30 @@ def fuzzed(number: int, seed: int) -> bytes:
         cut = chance.randrange(len(body))
         body = chance.choice([body[:cut], body + body, body[cut:], chance.randbytes(300), b""])
     if kind == 3:
-        return strange_head(len(body), chance) + body
-    return head(len(body), "Connection: close") + bytes(body)
+        return strange_head(len(body), chance, form) + body
+    return head(len(body), "Connection: close", kind=form) + bytes(body)
 
 
-def good(chance: random.Random) -> dict[str, Any]:
+def good(chance: random.Random) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """JSON of a request, and tensors behind it; {}: its pictures are in the JSON."""
     torch.manual_seed(chance.randrange(2**31))
     media = torch.rand(2, 3, 8, 8)
-    packed = wire.pack_media(media, rounds=chance.random() < 0.5)
     more = {"meta": [{"n": 1, "of": {"it": [1.5]}}, {}], "group": [0, 1], "reward": "jpeg"}
-    more |= {"source": wire.pack_media(media), "actions": wire.pack(torch.randn(2, 3))}
     kept = {name: value for name, value in more.items() if chance.random() < 0.4}
-    return {"id": "q", "prompts": ["a cat", "a dog"], "media": packed, **kept}
+    question = {"id": "q", "prompts": ["a cat", "a dog"], **kept}
+    if chance.random() < 0.5:
+        return question | {"media": {"png": [png(8), png(8)]}}, {}
+    tensors = {"media": wire.as_bytes(media, rounds=chance.random() < 0.5)}
+    columns = {"source": torch.rand(2, 3, 8, 8), "actions": torch.randn(2, 3)}
+    return question, tensors | {n: x for n, x in columns.items() if chance.random() < 0.4}
+
+
+@functools.cache
+def png(side: int) -> str:
+    """base64 of a black picture."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 ODD = [
@@ -251,7 +275,7 @@ def replace(value: Any, chance: random.Random) -> None:
         return
 
 
-def strange_head(length: int, chance: random.Random) -> bytes:
+def strange_head(length: int, chance: random.Random, kind: str) -> bytes:
     number = chance.choice([0, -1, length + 1, length - 1, 10**9, 10**30, "x", "1, 1", "", "0x10"])
     more = [
         "Transfer-Encoding: chunked", "Transfer-Encoding: x", "Content-Length: 5", "Expect: x",
@@ -264,7 +288,7 @@ def strange_head(length: int, chance: random.Random) -> bytes:
     verb = chance.choice(["POST", "GET", "PUT", "HEAD", "OPTIONS", "TRACE", "DELETE", "\x01", ""])
     start = f"{verb} {target} HTTP/{chance.choice(['1.1', '1.0', '2.0', '9'])}"
     chosen = chance.sample(more, chance.randrange(4))
-    return head(chance.choice([length, number]), *chosen, start=start)
+    return head(chance.choice([length, number]), *chosen, start=start, kind=kind)
 
 
 def status_of(port: int, request: bytes) -> str:

@@ -7,6 +7,8 @@ import http.server
 import json
 import threading
 
+from flowrl.rewards.server import wire
+
 
 @contextlib.contextmanager
 def scripted(answer):
@@ -56,7 +58,7 @@ def about(**changes):
         "weight": 1.0,
     }
     record = {
-        "protocol": 1,
+        "protocol": wire.PROTOCOL,
         "flowrl": "0",
         "version": "v",
         "rewards": {"jpeg": served},
@@ -67,8 +69,13 @@ def about(**changes):
     return json.dumps(record | changes)
 
 
+def request_of(body):
+    """The JSON of a request that flowrl sent."""
+    return json.loads(wire.split(body)[0])
+
+
 def reply(body, **changes):
-    asked = json.loads(body)
+    asked = request_of(body)
     count = len(asked["prompts"])
     record = {
         "id": asked["id"],

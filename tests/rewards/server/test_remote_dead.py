@@ -4,7 +4,6 @@ The run stops with one sentence.
 """
 
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import httpx
 import pytest
 import small
 import torch
-from scripted_server import about, reply, scripted
+from scripted_server import about, reply, request_of, scripted
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -220,7 +219,7 @@ def test_a_server_that_stays_dead_is_one_sentence_after_the_wait(media, wait):
     [
         (
             (200, "<html>hello</html>"),
-            "answered what no flowrl server of protocol 1 does: '<html>hello</html>'",
+            "answered what no flowrl server of protocol 2 does: '<html>hello</html>'",
         ),
         ((200, "{}"), "answered what no flowrl server"),
         ((200, ""), "answered what no flowrl server"),
@@ -228,8 +227,8 @@ def test_a_server_that_stays_dead_is_one_sentence_after_the_wait(media, wait):
         ((401, ""), "it wants a token; name the variable that holds it in token_env"),
         ((302, ""), "it answered 302; is it a flowrl server?"),
         (
-            (200, about(protocol=2)),
-            "it speaks protocol 2, this client 1; install one version of flowrl on both",
+            (200, about(protocol=1)),
+            "it speaks protocol 1, this client 2; install one version of flowrl on both",
         ),
         ((200, about(rewards={})), 'it does not serve "jpeg"'),
     ],
@@ -277,7 +276,7 @@ def test_garbage_in_the_middle_of_a_run_stops_it_and_gives_no_score(media, answe
 
 def test_a_request_that_is_refused_for_its_samples_fails_those_samples(media):
     def strict(path, body):
-        if path == "/score" and "a dog" in json.loads(body)["prompts"]:
+        if path == "/score" and "a dog" in request_of(body)["prompts"]:
             return 422, '{"detail": "no dogs"}'
         return 200, reply(body) if path == "/score" else about()
 
@@ -382,7 +381,7 @@ def hanging(media):
     def hang(path, body):
         if path != "/score":
             return 200, about()
-        asked.append(json.loads(body)["prompts"])
+        asked.append(request_of(body)["prompts"])
         if asked[-1] == ["a cat"]:
             return 200, reply(body, version="w")
         leave.wait(20)

@@ -46,7 +46,7 @@ def test_limits_that_are_none_are_refused_at_the_start(field, value):
     record = about(**{field: 1234.5}).replace("1234.5", value)
     with (
         scripted(lambda path, body: (200, record)) as url,
-        pytest.raises(ValueError, match="answered what no flowrl server of protocol 1 does"),
+        pytest.raises(ValueError, match="answered what no flowrl server of protocol 2 does"),
     ):
         rewards.load("remote", url=url, wait=0)
 

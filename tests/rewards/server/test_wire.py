@@ -30,29 +30,33 @@ from flowrl.types import MediaContext
     ],
 )
 def test_a_tensor_arrives_bit_for_bit(tensor):
-    record = wire.Numbers.model_validate_json(json.dumps(wire.pack(tensor)))
-    out = wire.unpack(record)
+    text, file = wire.split(wire.pack({"id": "q"}, {"actions": tensor}))
+    out = wire.tensors_of(file)["actions"]
+    assert json.loads(text) == {"id": "q"}
     assert out.dtype == tensor.dtype and out.shape == tensor.shape
     assert out.numpy().tobytes() == tensor.contiguous().numpy().tobytes()
-    assert record.nbytes == tensor.nbytes
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 3, 5, 7)])
 def test_pixels_with_eight_bits_travel_as_bytes_and_arrive_bit_for_bit(shape):
     media = torch.randint(0, 256, shape, dtype=torch.uint8).float() / 255
-    packed = wire.pack_media(media)
-    assert ("png" in packed) == (len(shape) == 4) and packed.get("dtype", "unorm8") == "unorm8"
-    record = wire.ScoreRequest.model_validate_json(
-        json.dumps({"prompts": [""], "media": packed})
-    ).media
-    assert torch.equal(wire.unpack(record), media) and record.nbytes == media.nbytes
+    sent = wire.as_bytes(media)
+    assert sent.dtype == torch.uint8
+    request = wire.ScoreRequest(prompts=[""], media=sent)
+    assert torch.equal(wire.unpack_media(request.media), media) and request.nbytes == media.nbytes
 
 
 def test_other_pixels_travel_as_floats_unless_the_reader_rounds():
     media = torch.rand(4, 3, 16, 16)
-    assert wire.pack_media(media)["dtype"] == "float32"
-    rounded = wire.unpack(wire.Pngs(**wire.pack_media(media, rounds=True)))
+    assert wire.as_bytes(media) is media
+    rounded = wire.unpack_media(wire.as_bytes(media, rounds=True))
     assert torch.equal(rounded, (media * 255).round() / 255)
+
+
+def test_a_head_of_tensors_without_end_is_refused_before_it_is_parsed():
+    head = json.dumps({"__metadata__": {"x": "x" * wire.MOST_HEAD}}).encode()
+    with pytest.raises(ValueError, match="head of the safetensors file is longer than 65,536"):
+        wire.tensors_of(len(head).to_bytes(8, "little") + head)
 
 
 def chunk(kind, data):
