@@ -26,10 +26,8 @@ PROMPTS = ["add a hat", "paint the red car blue and remove the tree"]
 SUFFIX = "\nPlease provide the overall ratings of this image: <|Reward|>\n\nEND\n"
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def write(folder):
     """Settings of a tiny Qwen2.5-VL as transformers >= 4.52 names it, two heads beside it."""
-    folder = tmp_path_factory.mktemp("edit")
     base = make_base(folder / "base", "qwen2_5_vl")
     state = (
         make_state(base, 264, old=False)
@@ -43,10 +41,20 @@ def files(tmp_path_factory):
     return {"weights": str(folder), "base": str(base), "dtype": "float32", **texts}
 
 
+def known(monkeypatch):
+    """The tiny network's rubrics are taken for the published ones."""
+    sums = {key: hashlib.sha256(text.encode()).hexdigest()[:16] for key, text in RUBRICS.items()}
+    monkeypatch.setattr(editreward, "RUBRICS", sums)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("edit"))
+
+
 @pytest.fixture
 def load(files, monkeypatch):
-    known = {key: hashlib.sha256(text.encode()).hexdigest()[:16] for key, text in RUBRICS.items()}
-    monkeypatch.setattr(editreward, "RUBRICS", known)
+    known(monkeypatch)
     return lambda **settings: rewards.load("editreward", **files | settings)
 
 
@@ -100,19 +108,9 @@ def test_poolings_are_settings_over_the_same_heads(load, media, source):
     )
 
 
-def test_batch_mates_do_not_change_a_score_and_the_source_does(load, media, source):
+def test_the_source_and_its_place_change_a_score(load, media, source):
     reward = load()
     whole = reward(media, PROMPTS, source)
-    alone = torch.cat(
-        [
-            reward(
-                media[i : i + 1], PROMPTS[i : i + 1], MediaContext(source=source.source[i : i + 1])
-            )
-            for i in range(2)
-        ]
-    )
-    assert torch.allclose(whole, alone, atol=1e-5)
-    assert torch.allclose(whole, load(chunk=1)(media, PROMPTS, source), atol=1e-5)
     assert (
         whole - reward(media, PROMPTS, MediaContext(source=source.source.flip(0)))
     ).abs().min() > 1e-4
@@ -130,12 +128,6 @@ def test_the_older_layout_model_pth_with_old_names_loads_too(load, files, media,
     assert torch.equal(
         load()(media, PROMPTS, source), load(weights=str(tmp_path))(media, PROMPTS, source)
     )
-
-
-def test_without_rounding_the_gradient_reaches_the_edit(load, media, source):
-    x = media.clone().requires_grad_()
-    load(rounding=False)(x, PROMPTS, source).sum().backward()
-    assert bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
 
 
 def test_a_source_that_each_prompt_names_is_the_source_in_the_context(
@@ -176,8 +168,6 @@ def test_what_is_missing_is_one_sentence(load, files, media, source, tmp_path):
     said = r'needs the context column "source", .*Python with MediaContext\(source=...\)'
     with pytest.raises(ValueError, match=said):
         rewards.score(media, PROMPTS, {"editreward": {"reward": load()}})
-    with pytest.raises(ValueError, match="takes images, and the media are videos"):
-        rewards.score(media[:, None], PROMPTS, {"editreward": {"reward": load()}}, source)
     with pytest.raises(ValueError, match="holds neither model.pth nor model.safetensors"):
         load(weights=str(tmp_path))
     said = "save the literal INSTRUCTION_EDIT_QUALITY of .* set reward.editreward.quality=/path"

@@ -20,11 +20,9 @@ RUBRIC = "\nRate this picture for its prompt {text_prompt}\n\n\n"
 PROMPTS = ["a cat", "two red circles and a blue square", "x"]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def write(folder):
     """Settings of a tiny checkpoint in the layout of MizzenAI/HPSv3: one file, names of
     transformers < 4.52, both heads in it."""
-    folder = tmp_path_factory.mktemp("hpsv3")
     base = make_base(folder / "base")
     save_file(make_state(base, 264) | make_head("rm_head."), folder / "HPSv3.safetensors")
     (folder / "rubric.txt").write_text(RUBRIC)
@@ -36,10 +34,20 @@ def files(tmp_path_factory):
     }
 
 
+def known(monkeypatch):
+    """The tiny network's rubric is taken for the published one."""
+    monkeypatch.setattr(hpsv3, "RUBRIC", hashlib.sha256(RUBRIC.encode()).hexdigest()[:16])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("hpsv3"))
+
+
 @pytest.fixture
 def load(files, monkeypatch):
-    monkeypatch.setattr(hpsv3, "RUBRIC", hashlib.sha256(RUBRIC.encode()).hexdigest()[:16])
-    return lambda **settings: rewards.load("hpsv3", **files, **settings)
+    known(monkeypatch)
+    return lambda **settings: rewards.load("hpsv3", **files | settings)
 
 
 @pytest.fixture
@@ -65,21 +73,6 @@ def test_the_reward_is_mu_and_the_part_sigma_of_the_head_at_the_token(load, medi
     assert out.unique().numel() == 3
 
 
-def test_batch_mates_chunks_and_repetition_do_not_change_a_score(load, media):
-    reward = load()
-    whole = reward(media, PROMPTS)
-    alone = torch.cat([reward(media[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)])
-    assert torch.equal(whole, reward(media, PROMPTS))
-    assert torch.allclose(whole, alone, atol=1e-5)
-    assert torch.allclose(whole, load(chunk=2)(media, PROMPTS), atol=1e-5)
-
-
-def test_a_video_has_the_mean_of_its_frames(load, media):
-    reward = load()
-    frames = reward(media, ["a cat"] * 3)
-    assert torch.allclose(reward(media[None], ["a cat"]), frames.mean()[None], atol=1e-5)
-
-
 def test_a_prompt_with_braces_or_the_token_cannot_reach_the_rubric(load, media):
     reward = load()
     assert bool(reward(media[:1], ["{text_prompt} {0} }{"]).isfinite())
@@ -90,36 +83,18 @@ def test_a_prompt_with_braces_or_the_token_cannot_reach_the_rubric(load, media):
     assert "holds one of the tokens" in scored.errors[0]
 
 
-def test_without_rounding_the_gradient_reaches_every_picture(load, media):
-    reward, x = load(rounding=False), media[:1].clone().requires_grad_()
-    assert reward.differentiable and not load().differentiable
-    reward(x, ["a cat"]).sum().backward()
-    assert float((x.grad.abs().amax(1) > 0).float().mean()) > 0.9
-    said = "hpsv3 as it is loaded rounds pictures and gives no gradient"
-    with pytest.raises(ValueError, match=said):
-        load()(x, ["a cat"])
-
-
 def test_what_is_missing_is_one_sentence(files, load, tmp_path, monkeypatch):
     said = "its model's own prompt text: save the literal INSTRUCTION of .*.hpsv3.template=/path"
     with pytest.raises(ValueError, match=said):
         rewards.load("hpsv3", **{**files, "template": None})
-    said = r"reward.hpsv3.weights=.*: there is no such file or folder"
-    with pytest.raises(ValueError, match=said):
-        load_with(load, files, weights=str(tmp_path / "nowhere.safetensors"))
     save_file(make_state(files["base"], 264), tmp_path / "HPSv3.safetensors")
     said = r"HPSv3.safetensors holds no head rm_head.0, rm_head.3, rm_head.5 \(found: nothing\)"
     with pytest.raises(ValueError, match=said):
-        load_with(load, files, weights=str(tmp_path))
+        load(weights=str(tmp_path))
     monkeypatch.undo()
     said = "is not the text that the model was trained with: sha256 .* expected 0393599dad45a971"
     with pytest.raises(ValueError, match=said):
         rewards.load("hpsv3", **files)
-
-
-def load_with(load, files, **changed):
-    assert load  # the fixture has set the rubric's checksum
-    return rewards.load("hpsv3", **{**files, **changed})
 
 
 @pytest.mark.hub

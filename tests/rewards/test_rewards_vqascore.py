@@ -69,12 +69,10 @@ def write_t5_tokenizer(folder):
     fast.save_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory):
+def write(root):
     """Settings of a tiny zhiqiulin/clip-flant5-xxl, with an unused copy of the tower in it."""
     from transformers import CLIPVisionConfig, CLIPVisionModel, T5Config, T5ForConditionalGeneration
 
-    root = tmp_path_factory.mktemp("vqascore")
     write_t5_tokenizer(root / "tokenizer")
     torch.manual_seed(0)
     t5 = T5ForConditionalGeneration(T5Config(**T5_SIZES))
@@ -106,6 +104,11 @@ def write_checkpoint(folder, state):
         "mm_hidden_size": 12,
     }
     (folder / "config.json").write_text(json.dumps(T5_SIZES | extra))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("vqascore"))
 
 
 @pytest.fixture
@@ -173,16 +176,6 @@ def image_of(picture):
     return Image.fromarray((picture * 255).round().byte().permute(1, 2, 0).numpy())
 
 
-def test_rows_of_different_length_and_batch_mates_do_not_change_a_score(load, media):
-    reward = load()
-    whole = reward(media, PROMPTS)
-    alone = torch.cat([reward(media[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)])
-    assert torch.allclose(whole, alone, atol=1e-6)
-    assert torch.allclose(whole, load(chunk=2)(media, PROMPTS), atol=1e-6)
-    assert torch.equal(whole, reward(media, PROMPTS))
-    assert torch.allclose(reward(media.flip(0), PROMPTS[::-1]).flip(0), whole, atol=1e-6)
-
-
 def test_picture_prompt_question_and_answer_matter(load, media):
     out = load()(media, PROMPTS)
     assert ((out - load()(media.flip(0), PROMPTS))[[0, 2]] / out[[0, 2]]).abs().min() > 1e-3
@@ -221,12 +214,6 @@ def test_masking_unknown_characters_changes_no_prompt_that_t5_knows(load, media)
     )
 
 
-def test_a_video_has_the_mean_of_its_frames(load, media):
-    reward = load()
-    frames = reward(media, ["a cat"] * 3)
-    assert torch.allclose(reward(media[None], ["a cat"]), frames.mean()[None], atol=1e-6)
-
-
 def test_a_question_over_the_limit_is_cut_and_said(load, media, caplog):
     """Two videos of two frames, one with the long prompt, in chunks of one: one of two is cut."""
     from flowrl.rewards.core import tokens
@@ -239,14 +226,6 @@ def test_a_question_over_the_limit_is_cut_and_said(load, media, caplog):
     out = reward(media[[0, 0, 1, 1]].view(2, 2, 3, 40, 60), ["red " * 3000, "a cat"])
     assert "vqascore reads 2048 tokens of a prompt: 1 of the first 2 " in caplog.text
     assert torch.equal(out[:1], reward(media[:1], ["red " * 3500])) and bool(out.isfinite().all())
-
-
-def test_without_rounding_the_gradient_reaches_the_pixels(load, media):
-    x = media[:1].clone().requires_grad_()
-    load(rounding=False)(x, ["a cat"]).log().sum().backward()
-    assert float((x.grad.abs().amax(1) > 0).float().mean()) > 0.9
-    with pytest.raises(ValueError, match="vqascore as it is loaded rounds .* gives no gradient"):
-        load()(x, ["a cat"])
 
 
 UNFETCHED = "needs nobody/nothing, .* could not be fetched .*set reward.vqascore"
@@ -285,12 +264,6 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(load, files, tmp_path):
     said = rf"does not fit T5ForConditionalGeneration: 1 keys missing \({missing}\)"
     with pytest.raises(ValueError, match=said):
         load(weights=str(tmp_path))
-
-
-def test_an_empty_prompt_is_refused(load, media):
-    said = '"vqascore" reads the prompt, and that of sample 1 is empty'
-    with pytest.raises(ValueError, match=said):
-        rewards.score(media, ["a", " ", "b"], {"vqascore": {"reward": load()}})
 
 
 def test_a_tokenizer_that_is_not_the_networks_is_refused(load, tmp_path):
@@ -332,13 +305,12 @@ def drop_first_layer(folder):
 # --- qwen
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory):
-    """A tiny Qwen2-VL as its repository holds it, with the names of transformers < 4.52.
+def write_qwen(root):
+    """Settings of a tiny Qwen2-VL as its repository holds it, named as by transformers < 4.52.
 
     Its tokens are bytes, so the answer is one of a single letter.
     """
-    folder = make_base(tmp_path_factory.mktemp("qwen"))
+    folder = make_base(root)
     save_file(make_state(folder, 300), folder / "model.safetensors", metadata={"format": "pt"})
     return {
         "model": "qwen",
@@ -347,6 +319,11 @@ def chat(tmp_path_factory):
         "max_pixels": 9 * 28 * 28,
         "answer": "Y",
     }
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return write_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 def test_qwen_gives_the_probability_of_yes_as_generates_first_token(chat, media):
@@ -373,12 +350,6 @@ def generated(model, picture, prompt):
     batch = model.processor(text=[text], images=[image_of(picture)], return_tensors="pt", size=size)
     options = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     return model.network.generate(**batch, max_new_tokens=1, **options).scores[0][0]
-
-
-def test_qwen_scores_do_not_depend_on_batch_mates(chat, media):
-    reward = rewards.load("vqascore", **chat)
-    alone = torch.cat([reward(media[i : i + 1], PROMPTS[i : i + 1]) for i in range(3)])
-    assert torch.allclose(reward(media, PROMPTS), alone, rtol=1e-3, atol=1e-8)
 
 
 @pytest.mark.parametrize(
