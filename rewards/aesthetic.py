@@ -81,7 +81,7 @@ class Aesthetic(Reward):
         return rated(self, media, self._rate) / (10 if self.settings.scale == "vbench" else 1)
 
     def _rate(self, frames: Tensor, rows: Tensor) -> Tensor:
-        """(n, 3, H, W) in [0, 1] -> (n,)."""
+        """Ratings of pictures: (n, 3, H, W) in [0, 1] -> (n,)."""
         resize = pil_cropped if self.settings.rounding else cropped
         pixels = normalized(resize(frames, self.backbone.config.image_size, floor=True))
         embeddings = self.backbone(pixel_values=pixels).image_embeds

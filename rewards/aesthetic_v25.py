@@ -72,7 +72,7 @@ class AestheticV25(Reward):
         return rated(self, media, self._rate)
 
     def _rate(self, frames: Tensor, rows: Tensor) -> Tensor:
-        """(n, 3, H, W) in [0, 1] -> (n,) fp32."""
+        """Ratings of pictures: (n, 3, H, W) in [0, 1] -> (n,) fp32."""
         resize = pil_stretched if self.settings.rounding else stretched
         pixels = normalized(resize(frames, self.backbone.config.image_size), HALF, HALF)
         pooled = self.backbone(pixel_values=pixels.to(self.dtype)).pooler_output

@@ -128,7 +128,7 @@ class Checklist(Reward):
         return entered([forgetful(self), super().uncached()])
 
     def expect(self, prompts: Sequence[str]) -> None:
-        """The answerer will be asked the checklists' questions, and not these."""
+        """Do nothing: the answerer is asked the checklists' questions, and not these texts."""
 
     def inner_rewards(self) -> list[Reward]:
         return [reward for reward in (self.answerer, self.geneval) if isinstance(reward, Reward)]
@@ -224,7 +224,7 @@ class Checklist(Reward):
     def _answers(
         self, shown: Tensor, lists: list[Sequence[Question]], metas: list[dict[str, Any]]
     ) -> list[list[float]]:
-        """Of (B, frames, 3, H, W), each sample's answers, the mean over its frames."""
+        """Each sample's answers, the mean over its frames; shown: (B, frames, 3, H, W)."""
         pictures, frames = frames_of(shown), shown.shape[1]
         owner = [i for i in range(len(shown)) for _ in range(frames)]  # of each picture
         by_picture = [lists[i] for i in owner]
@@ -277,7 +277,7 @@ class Checklist(Reward):
         return self.geneval.to(device)
 
     def _counted(self, questions: Sequence[Question], answers: list[float]) -> list[float]:
-        """Answers with those zeroed whose parents are no; a zeroed one is a no to its children."""
+        """The answers, with 0 for each whose parent is no; it is then a no to its children."""
         out: list[float] = []
         for question, answer in zip(questions, answers, strict=True):
             if math.isnan(answer):
@@ -289,7 +289,7 @@ class Checklist(Reward):
         return out
 
     def _said(self, questions: Sequence[Question], answers: list[float]) -> list[dict[str, Any]]:
-        """A sample's answers, as `told` and the log give them."""
+        """A sample's answers, in the form that `told` and the log have."""
         counted = self._counted(questions, answers)
         return [
             {

@@ -83,7 +83,7 @@ class DeQA(Reward):
         return self.factor * rated(self, media, self._scores)
 
     def _scores(self, frames: Tensor, rows: Tensor) -> Tensor:
-        """(n, 3, H, W) in [0, 1] -> (n,) fp32 in [1, 5]."""
+        """Opinion scores of pictures: (n, 3, H, W) in [0, 1] -> (n,) fp32 in [1, 5]."""
         side = self.network.side
         if self.settings.rounding:
             pixels = pil_cropped(vlm.squared(rounded(frames), CLIP_MEAN), side)

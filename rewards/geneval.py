@@ -90,7 +90,7 @@ class Instance:
     """A detected object with its mask."""
 
     label: int  # place in CLASSES
-    score: float
+    score: float  # confidence in [0, 1]
     box: tuple[int, int, int, int]  # left, top, right, bottom in px
     mask: Tensor  # (H, W) bool, on CPU
 
@@ -99,7 +99,7 @@ class Instance:
 class Sizes:
     """(height, width) of a picture on its way through the detector."""
 
-    picture: tuple[int, int]
+    picture: tuple[int, int]  # as it came
     seen: tuple[int, int]  # resized
     padded: tuple[int, int]  # the network's input
 
@@ -151,7 +151,7 @@ class Geneval(Reward):
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """Every reading: name -> (B,)."""
+        """Every reading of the clauses: name -> (B,)."""
         assert context is not None and context.meta is not None
         for prompt, meta in zip(prompts, context.meta, strict=True):
             if complaint := self.complaint(meta):

@@ -112,7 +112,7 @@ class InverseDynamics(Reward):
         return agrees.masked_fill(~read.isfinite().all(-1), torch.nan).mean(1)
 
     def _agreement(self, read: Tensor, given: Tensor) -> Tensor:
-        """(B, F - 1), bool or in [0, 1]."""
+        """Whether, or how far, each step's action is read back: (B, F - 1), bool or in [0, 1]."""
         if self.settings.agreement == "argmax":
             low, high, known = int(given.min()), int(given.max()), read.shape[-1]
             if low < 0 or high >= known:
@@ -144,7 +144,7 @@ class InverseDynamics(Reward):
         return self._checked(actions).to(media.device)
 
     def _checked(self, actions: Tensor) -> Tensor:
-        """int64 or fp32; ValueError where type or shape do not go with the kind of agreement."""
+        """The actions as int64 or fp32; ValueError where they do not go with the agreement."""
         discrete = self.settings.agreement == "argmax"
         if discrete and (actions.ndim != 2 or actions.is_floating_point()):
             raise ValueError(

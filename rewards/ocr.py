@@ -146,7 +146,7 @@ def score(read: str, target: str) -> float:
 
 
 def plain(text: str) -> str:
-    """Without spaces, in lower case."""
+    """The text without spaces, in lower case."""
     return text.replace(" ", "").lower()
 
 
@@ -174,7 +174,7 @@ def _quoted(prompt: str) -> str:
 
 
 def _rapidocr() -> Engine:
-    """PP-OCRv4 by onnxruntime."""
+    """Text lines by PP-OCRv4 on onnxruntime."""
     from rapidocr_onnxruntime import RapidOCR
 
     # one core: sums are in one order, whatever `threads` is
@@ -215,7 +215,7 @@ def _paddle_3(engine_class: Callable[..., Any]) -> Engine:
 
 
 def _paddle_2(engine_class: Callable[..., Any]) -> Engine:
-    """PaddleOCR 2.9.1 is the reference's."""
+    """Text lines by PaddleOCR 2; the reference has 2.9.1."""
     engine = engine_class(lang="en", use_angle_cls=False, show_log=False)
 
     def read(picture: np.ndarray) -> str:

@@ -91,7 +91,7 @@ class Rank(Around):
 
 
 def mean_ranks(values: Tensor) -> Tensor:
-    """(n,) -> (n,) fp32: how many are lower, plus half of the others that are equal."""
+    """Ranks (n,) fp32 of values (n,): how many are lower, plus half of the equal others."""
     lower, equal = values[None] < values[:, None], values[None] == values[:, None]
     return lower.sum(1) + (equal.sum(1) - 1) / 2
 

@@ -119,14 +119,14 @@ class Reference(Reward):
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """Of videos, {"mean": (B,), "worst": (B,)} over frames; of images nothing."""
+        """{"mean": (B,), "worst": (B,)} over the frames of videos; {} for images."""
         if media.ndim == 4:
             return {}
         values = self._frames(media, context)
         return {"mean": values.mean(1), "worst": values.amin(1)}
 
     def _frames(self, media: Tensor, context: MediaContext | None) -> Tensor:
-        """(B, F) one value a frame; F is 1 for images."""
+        """The metric of each frame, (B, F); F is 1 for images."""
         s = self.settings
         target = frames_of(self._targets(media, context))
         frames = rounded(frames_of(media)) if s.rounding else frames_of(media)
@@ -275,7 +275,7 @@ def _size(media: Tensor) -> str:
 
 
 def _lpips(net: str, backbone: str | None) -> nn.Module:
-    """The package's network: its own linear heads on torchvision's backbone."""
+    """LPIPS of the package: its own linear heads on torchvision's backbone."""
     if backbone is None:
         module = _lpips_package(net, fetch=True)
     else:

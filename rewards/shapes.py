@@ -61,7 +61,7 @@ class Shapes(Reward):
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """{"partial": (B,), "strict": (B,)}."""
+        """Both readings: {"partial": (B,), "strict": (B,)}."""
         assert context is not None and context.meta is not None
         for prompt, meta in zip(prompts, context.meta, strict=True):
             if complaint := verify.complaint(meta.get("include")):

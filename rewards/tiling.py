@@ -90,7 +90,7 @@ class Tiling(Reward):
         return {name: mean_of_frames(torch.cat(values), media) for name, values in columns.items()}
 
     def _periods(self, media: Tensor) -> list[int]:
-        """Those that fit four times into the pictures; none -> ValueError."""
+        """Periods that fit four times into the pictures; none -> ValueError."""
         height, width = media.shape[-2:]
         periods = [p for p in self.settings.periods if 4 * p <= min(height, width)]
         if not periods:
@@ -122,7 +122,7 @@ def repetition(y: Tensor) -> Tensor:
 
 
 def _shrunk(y: Tensor) -> Tensor:
-    """(n, H, W) with a shorter side of at most SIDE pixels."""
+    """Luma (n, H, W), reduced to a shorter side of at most SIDE pixels."""
     shrink = SIDE / min(y.shape[-2:])
     if shrink >= 1:
         return y

@@ -51,22 +51,18 @@ VIDEO_AXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A model generation and the question it was trained on.
+    """A model generation and the question it was trained on."""
 
-    range: of the score. pair: asked about two. source: shown the picture before editing first.
-    frames: how many of a video are shown by default.
-    """
-
-    scale: str
-    range: tuple[float, float] = (0.0, 1.0)
-    origin: str
-    sha256: tuple[str, ...] = ()
-    pair: bool = False
-    source: bool = False
-    video: Literal["yes", "no", "only"] = "no"
-    frames: int = 8
+    scale: str  # what a score means, a phrase
+    range: tuple[float, float] = (0.0, 1.0)  # lowest and highest score
+    origin: str  # where the text of the question is found
+    sha256: tuple[str, ...] = ()  # beginnings of the digests of that text; (): any text is taken
+    pair: bool = False  # whether it is asked which of two is better
+    source: bool = False  # whether the picture before editing is shown first
+    video: Literal["yes", "no", "only"] = "no"  # as Reward.video
+    frames: int = 8  # frames of a video that are shown by default
     ends: bool = True  # frames from the first to the last; False: every F/frames-th from the first
-    caption: bool = True
+    caption: bool = True  # whether the text must hold {prompt}
     stretch: int | None = None  # the reference resizes to a square of this side
 
 

@@ -112,11 +112,11 @@ class Settings(JudgeSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A reply that was not final, what the judge was told, and the frames that it was shown."""
+    """A reply that was not final, and what the judge was shown next."""
 
-    reply: str
-    told: str
-    frames: list[int]
+    reply: str  # the judge's text
+    message: str  # what it was answered
+    frames: list[int]  # places of the frames that were shown with that answer
 
 
 class VrThinker(PairJudge):
@@ -206,7 +206,7 @@ class VrThinker(PairJudge):
         return filled(words, prompt)
 
     def _dialogue(self, frames: Tensor, words: str, opening: list[int], ask: Ask) -> Scores:
-        """Reply by reply until an answer; none within `turns` -> Unreadable.
+        """Reply by reply until an answer; none within `turns` -> UnreadableReply.
 
         frames: (N, 3, H, W), numbered from 1.
         """
@@ -220,8 +220,8 @@ class VrThinker(PairJudge):
             if isinstance(outcome, dict):
                 return outcome
             if turn == turns - 2:
-                told = f"{outcome.told} This is your last reply: give the answer now."
-                outcome = replace(outcome, told=told)
+                message = f"{outcome.message} This is your last reply: give the answer now."
+                outcome = replace(outcome, message=message)
             rounds.append(outcome)
         raise UnreadableReply(
             f"no answer in turns={turns} replies; the last is {shown(rounds[-1].reply)}"
@@ -234,12 +234,12 @@ class VrThinker(PairJudge):
             if scores is not None:
                 return scores
             asked = frame_request(reply) or []
-            told = self._served(asked, total, in_use)
+            message = self._served(asked, total, in_use)
         except UnreadableReply as error:
-            return Round(reply=reply, told=f"That could not be read: {error}.", frames=[])
+            return Round(reply=reply, message=f"That could not be read: {error}.", frames=[])
         except _NotServed as error:
-            return Round(reply=reply, told=str(error), frames=[])
-        return Round(reply=reply, told=told, frames=asked)
+            return Round(reply=reply, message=str(error), frames=[])
+        return Round(reply=reply, message=message, frames=asked)
 
     def _served(self, asked: list[int], total: int, in_use: int) -> str:
         """What to say to a request for frames; one that is not served -> _NotServed.
@@ -276,10 +276,12 @@ class VrThinker(PairJudge):
             fits = max(0, room - newer)
             kept = past.frames[-fits:] if fits else []
             gone = [str(number) for number in past.frames if number not in kept]
-            told = past.told + (f" (Frames {', '.join(gone)} are no longer shown.)" if gone else "")
+            message = past.message + (
+                f" (Frames {', '.join(gone)} are no longer shown.)" if gone else ""
+            )
             messages += [
                 {"role": "assistant", "content": past.reply},
-                user(text(told), *map(show, kept)),
+                user(text(message), *map(show, kept)),
             ]
         return messages
 

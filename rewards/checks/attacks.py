@@ -115,7 +115,7 @@ def videos(subject: Subject) -> list[Finding]:
 
 
 def _why_not_scored(subject: Subject, examples: list[Example]) -> str | None:
-    """What went wrong with the first of them that could not be scored; None: nothing did."""
+    """Why the first of these samples that has no score could not be scored; None: all were."""
     before = len(subject.errors)
     try:
         if bool(subject.scores(examples).isfinite().all()):

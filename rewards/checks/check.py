@@ -189,7 +189,7 @@ def before_training(
 
 
 def _in_company(examples: list[Example]) -> list[Example]:
-    """Those that are not alone in their group."""
+    """Examples whose group has at least two members."""
     groups = [int(s.columns["group"]) for s in examples]
     return [s for s, group in zip(examples, groups, strict=True) if groups.count(group) > 1]
 

@@ -30,8 +30,8 @@ STEPS = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)  # of finite differences, in pixels of [0
 
 
 def contract(subject: Subject) -> list[Finding]:
-    """Every score is finite and in the declared range; shape, dtype and device are checked wherever
-    rewards are scored.
+    """Check that every score is finite and in the declared range; shape, dtype and device are
+    checked wherever rewards are scored.
 
     value: how many could be scored; where some could not, how many those are.
     """
@@ -68,7 +68,7 @@ def _beyond(subject: Subject, scores: Tensor) -> str | None:
 
 
 def determinism(subject: Subject) -> list[Finding]:
-    """Whether two equal calls give equal scores, up to 1% of their spread."""
+    """Check that two equal calls give equal scores, up to 1% of their spread."""
     found = gap(subject.honest, subject.scores(subject.examples))
     subject.deterministic = found <= max(subject.rounding, 0.01 * subject.deviation)
     verdict: Verdict = "ok" if subject.deterministic else "fail"
@@ -79,7 +79,7 @@ def determinism(subject: Subject) -> list[Finding]:
 
 
 def batch_mates(subject: Subject) -> list[Finding]:
-    """Whether a score stays in another order of the batch, and where a sample or group is alone."""
+    """Check that a score stays the same in another order, and for a sample or group alone."""
     if not subject.deterministic:
         says = "not judged, because equal calls differ"
         return [Finding(name="batch mates", verdict="note", says=says)]
@@ -129,7 +129,7 @@ def _unlike(examples: list[Example]) -> list[Example]:
 
 
 def own_noise(subject: Subject) -> list[Finding]:
-    """The reward's own noise, beside the spread of all scores."""
+    """Compare the reward's own noise with the spread of all scores."""
     everything = deviation(torch.cat(subject.seen))
     ways = ", ".join(RECODINGS)
     says = f"standard deviation of the change under re-encodings that nobody sees ({ways})"
@@ -141,7 +141,7 @@ def own_noise(subject: Subject) -> list[Finding]:
 
 
 def reach(subject: Subject) -> list[Finding]:
-    """Whether all scores, of wrong prompts and attacks too, are in the declared range, if any."""
+    """Check that all scores, of wrong prompts and attacks too, are in the declared range."""
     if subject.reward.range is None:
         return []
     if beyond := _beyond(subject, torch.cat(subject.seen)):
@@ -152,7 +152,7 @@ def reach(subject: Subject) -> list[Finding]:
 
 
 def spread(subject: Subject) -> list[Finding]:
-    """Whether it tells anything apart: lowest, highest and standard deviation of all scores."""
+    """Check that the reward tells anything apart: lowest, highest and deviation of all scores."""
     values = torch.cat(subject.seen)
     values = values[values.isfinite()]
     low, high = float(values.min()), float(values.max())
@@ -219,7 +219,7 @@ def _one_batch(subject: Subject) -> list[Example]:
 
 
 def _roughened(examples: list[Example]) -> Tensor:
-    """Their media (n, *), off the clamps at 0 and 1, and off the kinks where pixels are equal."""
+    """Media (n, *) of examples, moved off the clamps at 0 and 1 and off kinks of equal pixels."""
     media = torch.stack([s.media for s in examples])
     grain = torch.randn(media.shape, generator=torch.Generator().manual_seed(1)).to(media)
     return 0.1 + 0.8 * media + 0.05 * grain

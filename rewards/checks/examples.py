@@ -47,31 +47,25 @@ COLUMNS = frozenset({"meta", "group", "source", "reference"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NearMiss:
-    """A prompt, close to that of a picture, that the picture does not fulfil.
+    """A prompt, close to that of a picture, that the picture does not fulfil."""
 
-    attribute: what differs; prompt, meta: what the picture does not show; media: one that does.
-    """
-
-    attribute: str
-    prompt: str
-    meta: dict[str, Any]
-    media: Tensor
+    attribute: str  # what differs, as "colour" or "count"
+    prompt: str  # what the picture does not show
+    meta: dict[str, Any]  # of that prompt
+    media: Tensor  # (3, H, W) or (F, 3, H, W), which fulfils it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A picture (3, H, W) or video (F, 3, H, W), fp32 in [0, 1], with a prompt that it fulfils.
+    """A picture or video with a prompt that it fulfils."""
 
-    mirrored: prompt and meta that its mirror image fulfils; None: not known. columns: its other
-    columns of a MediaContext.
-    """
-
-    media: Tensor
-    prompt: str
-    meta: dict[str, Any]
-    near_misses: tuple[NearMiss, ...] = ()
+    media: Tensor  # (3, H, W) or (F, 3, H, W), fp32 in [0, 1]
+    prompt: str  # what it shows
+    meta: dict[str, Any]  # of the prompt, as a data file brings it
+    near_misses: tuple[NearMiss, ...] = ()  # prompts that it does not fulfil
+    # prompt and meta that the mirror image fulfils; None: not known
     mirrored: tuple[str, dict[str, Any]] | None = None
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # others of its MediaContext
 
     def under(self, prompt: str, meta: dict[str, Any]) -> Example:
         """The same picture with another prompt."""
@@ -87,7 +81,7 @@ class Example:
 
 
 def context_of(examples: Sequence[Example], device: torch.device | str = "cpu") -> MediaContext:
-    """Their columns as a reward gets them."""
+    """The columns of examples, as a reward gets them."""
     columns = {
         name: torch.stack([s.columns[name] for s in examples]).to(device)
         for name in examples[0].columns
@@ -323,7 +317,7 @@ def files(
 
 
 def _other_files(every: list[Example], i: int) -> tuple[NearMiss, ...]:
-    """The next four after number i, in a circle, whose prompts differ from its own."""
+    """The next four files after number i, in a circle, whose prompts differ from that of i."""
     following = every[i + 1 :] + every[:i]
     others = [s for s in following if s.prompt != every[i].prompt][:4]
     return tuple(

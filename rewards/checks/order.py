@@ -47,7 +47,7 @@ def right_prompt(subject: Subject) -> list[Finding]:
 
 
 def _pairs(subject: Subject) -> list[tuple[int, NearMiss]]:
-    """(row of an example, one of its near misses), of all."""
+    """All pairs (row of an example, one of its near misses)."""
     return [(row, miss) for row, s in enumerate(subject.examples) for miss in s.near_misses]
 
 
@@ -63,7 +63,7 @@ def _unread(subject: Subject, count: int) -> Finding:
 
 
 def _reads(reward: Reward) -> bool:
-    """Whether it declares in any way that prompts matter to it."""
+    """Whether the reward declares in any way that prompts matter to it."""
     return bool(reward.reads_prompt or reward.reads or reward.verifies)
 
 
@@ -180,8 +180,8 @@ def grouped(examples: Sequence[Example]) -> tuple[list[Example], list[str]]:
 
 
 def in_groups(subject: Subject) -> list[Finding]:
-    """Of a reward that compares the members of a group: does the right picture win against near
-    misses, and against attacks?"""
+    """Check whether the right picture wins against near misses and attacks, for a reward that
+    compares the members of a group."""
     out, kinds = [], subject.kinds
     groups = torch.tensor([int(s.columns["group"]) for s in subject.examples])
     right = subject.honest[[row for row, kind in enumerate(kinds) if kind == "right"]]

@@ -27,12 +27,12 @@ Verdict = Literal["ok", "fail", "warn", "note"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a check found. value: the number behind the verdict, if any; says: a sentence."""
+    """What a check found."""
 
-    name: str
-    verdict: Verdict
-    value: float | None = None
-    says: str
+    name: str  # of the check
+    verdict: Verdict  # "fail" and "warn" ask for action; "note" is only information
+    value: float | None = None  # the number behind the verdict, if there is one
+    says: str  # a sentence for the user
 
 
 class Subject:
@@ -89,7 +89,7 @@ class Subject:
 
     @property
     def rounding(self) -> float:
-        """Differences up to this count as none."""
+        """Largest difference between scores that the order of fp32 sums can make."""
         return ROUNDING * float(self.honest.abs().nan_to_num().max())
 
     @property
@@ -140,18 +140,18 @@ class Subject:
 
 
 def deviation(values: Tensor) -> float:
-    """Standard deviation of those that are finite; 0 without any."""
+    """Standard deviation of the finite values; 0 without any."""
     values = values[values.isfinite()]
     return float(values.std(correction=0)) if len(values) else 0.0
 
 
 def gap(a: Tensor, b: Tensor) -> float:
-    """Largest difference; inf where only one of the two failed."""
+    """Largest difference between scores (n,) and (n,); inf where only one of two failed."""
     return float((a - b).abs().masked_fill(a.isnan() & b.isnan(), 0).nan_to_num(math.inf).max())
 
 
 def middle(values: Tensor) -> float:
-    """Median of those that are not NaN."""
+    """Median of the values that are not NaN."""
     return float(values.double().nanquantile(0.5))
 
 

@@ -56,14 +56,14 @@ def door(thresholds: Mapping[str, float], raw: Mapping[str, Tensor]) -> Tensor:
 
 
 def behind(value: Tensor, opened: Tensor) -> Tensor:
-    """value (B,) where the door (B,) is open, and 0, whatever it is, where it is closed."""
+    """The value (B,) where the door (B,) is open, and 0 where it is closed, also of a NaN."""
     return torch.where(opened == 0, 0.0, opened * value)
 
 
 def within_levels(
     value: Tensor, primary: Tensor, weight: float, group: Tensor, part: Tensor
 ) -> Tensor:
-    """gap * u (B,) fp32 of the samples that take part (B,) bool, NaN of the others."""
+    """gap * u (B,) fp32 for the samples that take part (B,) bool, NaN for the others."""
     device, out = value.device, torch.full(value.shape, math.nan, dtype=torch.float64)
     value, primary, group, part = (t.cpu() for t in (value, primary, group, part))
     for g in group[part].unique():
@@ -76,7 +76,7 @@ def within_levels(
 
 
 def levels(primary: Tensor, weight: float) -> tuple[Tensor, float]:
-    """Of one group's values (n,): number of each one's level (n,) int64, and the gap."""
+    """The level that each of one group's values (n,) is on, from 0, (n,) int64, and the gap."""
     order = primary.argsort()
     new = primary[order].double().diff() >= APART
     level = torch.empty_like(order)
@@ -86,6 +86,6 @@ def levels(primary: Tensor, weight: float) -> tuple[Tensor, float]:
 
 
 def place(values: Tensor) -> Tensor:
-    """Of one level's values (n,): 0 at the lowest to 1 at the highest; 0.5 if all are equal."""
+    """Places (n,) of one level's values, 0 for the lowest to 1; 0.5 if all are equal."""
     low, high = values.aminmax()
     return (values - low) / (high - low) if high > low else torch.full_like(values, 0.5)

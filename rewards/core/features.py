@@ -32,11 +32,11 @@ DINO = {"facebook/dinov2-base": 86_580_480, "facebook/dinov2-large": 304_368_640
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """A function of media. pictures: it takes images and videos alone, frame by frame."""
+    """Vectors by which media are compared, and the function that makes them."""
 
     label: str  # diversity.features
-    function: Callable[[Tensor], Any]
-    pictures: bool
+    function: Callable[[Tensor], Any]  # media (n, ...) -> (n, d)
+    pictures: bool  # whether it takes images and videos alone, frame by frame
     network: Any = None  # what moves to a device: a Reward or a module
 
     def to(self, device: torch.device | str) -> None:
@@ -58,7 +58,7 @@ class Features:
         return out
 
     def checked(self, media: Tensor) -> Tensor:
-        """(n, d) fp32, each finite and not 0."""
+        """The vectors of media, (n, d) fp32, each finite and not 0; else RewardBug."""
         found, what = self.function(media), f"diversity.features={self.label} returned"
         expected = f"a tensor of shape ({len(media)}, d) on {media.device}"
         if not isinstance(found, Tensor):
@@ -95,6 +95,7 @@ def load_features(
             )
         network = function if isinstance(function, nn.Module) else None
         return Features(label=label, function=function, pictures=False, network=network)
+    # A network of ours sees single frames; a video's vector is the mean over its frames.
     check_name(name)
     source = weights or NETWORKS[name]
     try:

@@ -47,6 +47,7 @@ def score_files(
                 some = {i: samples[i] for i in rows}
                 _score_chunk(some, media.to(device), rewards, scored, problems)
                 bar.update(len(scored.keys() | problems.keys()))
+    # Scores that a judge was paid for are kept; without any, the fault is the answer.
     except (RewardBug, RewardUnavailable) as error:
         if not scored:
             raise
@@ -102,6 +103,7 @@ def _chunks(
         except ValueError as error:
             problems[i] = f"left out: {sample.path}: {error}"
             continue
+        # Images wait for others of their size, because a reward takes one tensor.
         waiting.setdefault(picture.shape, {})[i] = picture
         full = len(waiting[picture.shape]) == most
         held = sum(size.numel() * len(pictures) for size, pictures in waiting.items())

@@ -78,7 +78,7 @@ def _wrong_weight(question: Question) -> str | None:
 
 
 def _wrong_parent(question: Question, number: int) -> str | None:
-    """number: the question's own place."""
+    """What is wrong with the parents of the question at place `number`."""
     for parent in parents(question):
         whole = isinstance(parent, int) and not isinstance(parent, bool)
         if not whole or not 0 <= parent < number:

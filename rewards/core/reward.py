@@ -78,39 +78,32 @@ class PictureSettings(Settings):
 class Reward:
     """Scores media for their prompts; higher is always better.
 
-    name: what the log calls it. scale: one sentence that says what a number means.
-    needs: MediaContext columns that it reads. remedies: for such a column, the setting that does
-    without it. reads: keys of each prompt's meta that it cannot do without; checked before a run.
-    reads_prompt: whether the text matters, so that an empty one is refused.
-    takes: "pictures", images and videos, or "any" media: whatever a policy makes, (B, *D).
-    video: whether it takes videos; it always takes images, unless this is "only".
-    differentiable: whether a gradient reaches the media (as loaded: settings may decide, and one
-    called rounding does).
-    range: the lowest and the highest possible score, inf for an open end; None: not known.
-    quality: it is meant to put honest pictures above noise and blank ones.
-    verifies: what it must tell right from wrong in a prompt (of SHOWN and WRITTEN); a check fails
-    where it does not.
-    problem: why samples of the last call failed.
-    answers: whether `told` has answers about pictures, which evaluation keeps.
-    networks: whether it may hold networks on the device; see network_bytes. A mapping: how many
-    weights those have that the setting base, backbone or weights names, by their hub names.
+    A subclass sets what follows; an instance may state it anew, as its settings decide.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
-    name: str = ""
-    scale: str = ""
-    needs: frozenset[str] = frozenset()
-    remedies: Mapping[str, str] = {}
+    name: str = ""  # what the log calls it
+    scale: str = ""  # one sentence that says what a number means
+    needs: frozenset[str] = frozenset()  # MediaContext columns that it reads
+    remedies: Mapping[str, str] = {}  # for such a column, the setting that does without it
+    # keys of each prompt's meta that it cannot do without; checked before a run
     reads: frozenset[str] = frozenset()
-    reads_prompt: bool = False
+    reads_prompt: bool = False  # whether the text matters, so that an empty one is refused
+    # "pictures": images and videos; "any": whatever a policy makes, (B, *D)
     takes: Literal["pictures", "any"] = "pictures"
+    # whether it takes videos; it always takes images, unless this is "only"
     video: Literal["yes", "no", "only"] = "yes"
+    # whether a gradient reaches the media, as loaded; a setting called rounding decides it
     differentiable: bool = False
+    # lowest and highest possible score, inf for an open end; None: not known
     range: tuple[float, float] | None = None
-    quality: bool = False
+    quality: bool = False  # whether it is meant to put honest pictures above noise and blank ones
+    # what it must tell right from wrong in a prompt (of SHOWN and WRITTEN), else a check fails
     verifies: frozenset[str] = frozenset()
-    problem: str | None = None
-    answers: bool = False
+    problem: str | None = None  # why samples of the last call failed
+    answers: bool = False  # whether `told` has answers about pictures, which evaluation keeps
+    # whether it may hold networks on the device. A mapping: how many weights those have that the
+    # setting base, backbone or weights names, by their hub names; see network_bytes
     networks: bool | Mapping[str, int] = True
 
     def __init__(self, settings: Any = None):

@@ -33,23 +33,24 @@ class RewardSet:
     """Loaded rewards and their weights, by label.
 
     A reward of weight 0 is measured and logged, and its failures invalidate nothing, unless it is
-    the gate of another. seconds: most that one call of a reward may take; None: any time. rules: of
-    rewards that depend on others, or whose weight changes. iteration: in which weights and
-    thresholds hold; None: at the end of their schedules. detectors: what else a run reads off its
-    samples; see flowrl/rollouts/detectors.py. apart: rewards that are no part of the total, and
-    whose failure invalidates all the same; see credited. ready: brings networks that wait in host
-    memory to their device (model.offload=all); None: they are there.
+    the gate of another.
     """
 
-    rewards: dict[str, Reward]
-    weights: dict[str, float]
-    seconds: float | None = None
+    rewards: dict[str, Reward]  # by label
+    weights: dict[str, float]  # by label, of the sum
+    seconds: float | None = None  # most that one call of a reward may take; None: any time
+    # by label, of rewards that depend on others, or whose weight changes
     rules: dict[str, Rule] = field(default_factory=dict)
+    # in which weights and thresholds hold; None: at the end of their schedules
     iteration: int | None = None
     # Features of core/features.py, for comparing the members of a group; None: nothing does
     features: Any = None
+    # what else a run reads off its samples; see flowrl/rollouts/detectors.py
     detectors: SampleReader | None = None
+    # labels that are no part of the total, and whose failure invalidates a sample; see credited
     apart: frozenset[str] = frozenset()
+    # brings networks that wait in host memory to their device (model.offload=all); None: they are
+    # there
     ready: Callable[[], None] | None = None
 
     @property
@@ -81,7 +82,7 @@ class RewardSet:
         return frozenset(counting.union(*(self.gates(label) for label in counting)))
 
     def at(self, iteration: int) -> RewardSet:
-        """With the weights and thresholds of an iteration, counted from 0."""
+        """The same set with the weights and thresholds of an iteration, counted from 0."""
         now = {label: rule.weight.at(iteration) for label, rule in self.rules.items()}
         return replace(self, weights=self.weights | now, iteration=iteration)
 
@@ -193,7 +194,7 @@ def _size(label: str, entry: Mapping[str, Any]) -> float | None:
 
 
 def by_label(spec: Any) -> Any:
-    """One reward, or a list of them, as a mapping of labels; what is one stays as it is."""
+    """One reward, or a list of them, as a mapping by label; a mapping stays as it is."""
     if isinstance(spec, str) or callable(spec):
         spec = [spec]
     if not isinstance(spec, list | tuple):

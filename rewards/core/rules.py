@@ -28,7 +28,7 @@ class Rule:
 
     weight: WeightSchedule  # of the sum; with stratify a share of the gap between levels
     gate: dict[str, WeightSchedule] = field(default_factory=dict)  # label -> threshold
-    stratify: str | None = None
+    stratify: str | None = None  # label of the reward within whose levels it is scaled
     mode: str = "pg"  # one of MODES
 
     @property
@@ -95,7 +95,7 @@ def _weight(label: str, value: Any) -> WeightSchedule:
 
 
 def _gate(label: str, value: Any) -> dict[str, WeightSchedule]:
-    """Thresholds by label."""
+    """The gate of an entry: thresholds by label."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class WeightSchedule:
-    """points: (iteration from 0, value), ascending; a plain number is a single one."""
+    """A weight or threshold over a run; a plain number is a single point."""
 
-    points: tuple[tuple[int, float], ...]
+    points: tuple[tuple[int, float], ...]  # (iteration from 0, value), ascending
 
     def at(self, iteration: int | None) -> float:
         """Value in an iteration; None: after the last point.
@@ -33,7 +33,7 @@ class WeightSchedule:
 
     @property
     def values(self) -> list[float]:
-        """Its ends and bends: no other value is lower or higher than all of them."""
+        """Values at its points: no other value is lower or higher than all of them."""
         return [value for _, value in self.points]
 
     @property

@@ -54,9 +54,9 @@ class RewardScores:
 class Samples:
     """What rewards are shown of B samples."""
 
-    media: Tensor
-    prompts: list[str]
-    context: MediaContext
+    media: Tensor  # (B, *D) fp32
+    prompts: list[str]  # B
+    context: MediaContext  # columns of B rows
 
     @property
     def seen(self) -> tuple[Tensor, list[str], MediaContext]:
@@ -64,7 +64,7 @@ class Samples:
         return self.media, self.prompts, self.context
 
     def take(self, rows: Tensor) -> Samples:
-        """Some of them, by number."""
+        """These rows of the samples."""
         return Samples(
             media=self.media[rows.to(self.media.device)],
             prompts=[self.prompts[i] for i in rows],
@@ -73,7 +73,7 @@ class Samples:
 
 
 def check_columns(chosen: RewardSet, columns: Iterable[str]) -> None:
-    """Every column that a reward declares must be offered; see flowrl.rewards.check_needs."""
+    """Check that every column which a reward declares is offered; see check_needs."""
     offered = set(columns)
     for label, reward in chosen.rewards.items():
         for column in sorted(reward.needs):
@@ -106,8 +106,8 @@ def given_columns(context: MediaContext) -> list[str]:
 
 
 def check_needs(rewards: Spec | RewardSet, columns: Iterable[str]) -> None:
-    """At start-up: every context column that a reward declares is among columns, else ValueError
-    with reward and column."""
+    """Check at start-up that every context column which a reward declares is among `columns`; else
+    ValueError with reward and column."""
     check_columns(load_set(rewards), columns)
 
 
@@ -349,7 +349,7 @@ def _unscored(samples: Samples) -> Tensor:
 
 
 def _evaluate(label: str, chosen: RewardSet, samples: Samples, rows: Tensor) -> RewardScores:
-    """One reward of some of the samples; the others have no value."""
+    """The scores of one reward for these rows; the other samples have no value."""
     values, place = _unscored(samples), rows.to(samples.media.device)
     if not len(rows):
         return RewardScores(values=values)
@@ -397,7 +397,7 @@ def _score_again(
 
 
 def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Tensor]:
-    """Samples one by one; whole groups for a reward that compares the members of a group."""
+    """Rows to try again together: a sample, or a group for a reward that compares its members."""
     if "group" in reward.needs and context.group is not None:
         group = context.group.cpu()[rows]
         return [rows[group == g] for g in group.unique()]
@@ -411,7 +411,7 @@ def _checked(label: str, chosen: RewardSet, samples: Samples) -> Tensor:
 
 
 def held(label: str, out: Any, media: Tensor) -> Tensor:
-    """What a reward returned for media, if it is what its contract says."""
+    """Check what a reward returned for media against its contract -> the same tensor."""
     expected = f"a float32 tensor of shape ({len(media)},) on {media.device}"
     if not isinstance(out, Tensor):
         got = f"a {type(out).__module__}.{type(out).__name__}"
@@ -424,7 +424,7 @@ def held(label: str, out: Any, media: Tensor) -> Tensor:
 
 
 def take(context: MediaContext, rows: Tensor) -> MediaContext:
-    """The same columns for some samples."""
+    """The same columns for these rows of the samples."""
     columns = {field.name: getattr(context, field.name) for field in fields(context)}
     return MediaContext(**{name: _some(value, rows) for name, value in columns.items()})
 
@@ -439,8 +439,8 @@ def _some(column: Any, rows: Tensor) -> Any:
 
 
 def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
-    """Every prompt carries what the rewards read of it, else ValueError naming the first that does
-    not; rewards are told all texts."""
+    """Check that every prompt carries what the rewards read of it, else ValueError naming the first
+    that does not; rewards receive all texts."""
     for label, reward in rewards.rewards.items():
         for source, prompts in sources.items():
             for prompt in prompts:

@@ -42,14 +42,14 @@ def of_open_clip(model: str) -> float | None:
 
 
 def together(*sizes: float | None) -> float | None:
-    """The sum; None where one is not known."""
+    """The sum of these sizes; None where one is not known."""
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """open_clip warns that a network has no weights."""
+    """Silence open_clip, which warns that a network has no weights."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -92,6 +92,7 @@ def network(
 
     module, info = from_folder_or_hub(load, source, reward=reward, setting=setting)
     surplus = [key for key in info["unexpected_keys"] if not key.startswith(ignore)]
+    # transformers only warns of keys that do not fit: a head would be left at random.
     misfit = Misfit(
         missing=[key for key in info["missing_keys"] if not key.startswith(absent)],
         surplus=[key for key in surplus if not key.endswith("position_ids")],
@@ -216,7 +217,7 @@ def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers prints a table of keys that do not fit; here one sentence names them."""
+    """Silence the table that transformers prints of keys that do not fit."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -296,8 +297,8 @@ def fill(
 class Misfit:
     """Keys of a state dict that a module lacks, does not know, or has in another shape."""
 
-    missing: list[str]
-    surplus: list[str]
+    missing: list[str]  # keys that the module has and the file does not
+    surplus: list[str]  # keys that the file has and the module does not
     shapes: list[str]  # each with both shapes
 
     def check(self, source: object, module: str) -> None:

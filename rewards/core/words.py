@@ -41,13 +41,13 @@ def parse_words(words: Sequence[str], names: Mapping[str, str] = {}) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """FILE:LABEL.SETTING=VALUE in its parts, empty where it has none. value: None without a "="."""
+    """FILE:LABEL.SETTING=VALUE, taken apart; "" where a part is absent."""
 
-    text: str
-    file: str
-    label: str
-    setting: str
-    value: str | None
+    text: str  # the whole word
+    file: str  # path of a Python file
+    label: str  # of the reward
+    setting: str  # of the reward
+    value: str | None  # None: there is no "="
 
     @property
     def left(self) -> str:

@@ -169,6 +169,7 @@ def ask(
         a, b = media[first.to(media.device)], media[second.to(media.device)]
         return _checked(judge, judge.compare(a, b, [prompts[row] for row in first], rows), len(a))
 
+    # Asked both ways: many judges prefer what they see first.
     answers = []
     for first, second in (part.unbind(1) for part in pairs.split(chunk)):
         one_way = answer(first, second)

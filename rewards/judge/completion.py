@@ -12,15 +12,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the model said, "" if nothing.
+    """A judge's answer to one question."""
 
-    first: log-probability of each likely first token. cut: max_tokens ended it.
-    """
-
-    text: str
-    tokens: int | None
-    first: dict[str, float] = field(default_factory=dict)
-    cut: bool = False
+    text: str  # what the model wrote; "" if nothing
+    tokens: int | None  # how many tokens that took; None: the server did not count
+    first: dict[str, float] = field(default_factory=dict)  # likely first token -> log-probability
+    cut: bool = False  # whether max_tokens ended it
 
     @property
     def finished(self) -> str:

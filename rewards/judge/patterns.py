@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def either(*parts: str) -> str:
-    """A group, not counted, that matches any of these."""
+    """A group, not counted, that matches any of these patterns."""
     return f"(?:{'|'.join(parts)})"
 
 

@@ -95,7 +95,7 @@ def number(match: re.Match[str], group: int, low: float, high: float, what: str)
 
 
 def scaled(match: re.Match[str], group: int, high: float, what: str) -> float:
-    """The same wherever it lies; a scale that its sentence names must end at high."""
+    """As `number`, wherever the value lies; a scale that its sentence names must end at high."""
     value, text = float(match[group]), match.string
     after = text[match.end(group) if match[group + 1] is None else match.end(group + 1) :]
     rest = re.split(r"[.;!](?=\s|$)|\n|[:=]\s*[-+\[(]?\d", after, maxsplit=1)[0]
@@ -223,7 +223,7 @@ def tagged_verdict(text: str) -> float:
 
 
 def verdict(text: str) -> float:
-    """The same of the whole reply if it has no answer tags (UnifiedReward 1.0, -Edit)."""
+    """As `tagged_verdict`; without answer tags, of the whole reply (UnifiedReward 1.0, -Edit)."""
     return tagged_verdict(text) if answers(text) else _stated(answer_part(text))
 
 

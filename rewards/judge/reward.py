@@ -92,7 +92,7 @@ class WritingJudge(JudgeReward):
     """A judge that writes its verdict; a subclass says in `read` how its texts are read."""
 
     def read(self, reply: Reply) -> Scores | None:
-        """The scores that a reply states; None: it is not final. Not readable -> Unreadable."""
+        """Scores that a reply states; None: it is not final. UnreadableReply: it states none."""
         raise NotImplementedError
 
     def read_reply(self, reply: str) -> float:
@@ -126,7 +126,7 @@ class PairJudge(WritingJudge):
     def asked(
         self, shown: list[Tensor], prompts: list[str], context: MediaContext | None
     ) -> list[Any]:
-        """The scores of each sample, or why there are none (Failed).
+        """The scores of each sample, or why there are none (NoReply).
 
         shown: what is judged, one or two of (n, 3, H, W) or (n, F, 3, H, W).
         """
@@ -237,7 +237,7 @@ def _first_that_fits(path: str | None, sha256: Sequence[str], **said: str) -> st
 
 
 def needed(found: Mapping[str, float], names: Sequence[str], reply: str) -> list[float]:
-    """These scores; a missing one -> Unreadable."""
+    """The scores of these names; a missing one -> UnreadableReply."""
     missing = [name for name in names if name not in found]
     if missing:
         raise UnreadableReply(f"no {', '.join(missing)} score in the reply {reply[:80]!r}")

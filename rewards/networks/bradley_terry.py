@@ -31,7 +31,7 @@ EMBEDDED = shapes_clip.FOLDER.parent / "preference"
 
 
 class HeadConfig(Settings):
-    """What config.json holds."""
+    """What a head's config.json holds."""
 
     aspects: list[str] = pydantic.Field(
         min_length=1, description="Names of the scores, in the order of the head's outputs."
@@ -76,12 +76,12 @@ class ScoreHead(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(config.hidden or dim, outputs, bias=False))
 
     def inputs(self, image: Tensor, text: Tensor) -> Tensor:
-        """image, text: (n, width), of length 1 each -> (n, dim)."""
+        """What the head reads: image and text (n, width), of length 1 each -> (n, dim)."""
         parts = {"image": image, "product": image * text, "text": text}
         return torch.cat([parts[name] for name in self.features], -1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(n, dim) -> (n, aspects)."""
+        """Scores of inputs: (n, dim) -> (n, aspects)."""
         return self.layers((x - self.mean) / self.std)
 
 

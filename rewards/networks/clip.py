@@ -94,7 +94,7 @@ class HubClip(nn.Module):
 
 
 def _embedding(out: Any) -> Tensor:
-    """transformers 4 returns the projected embedding, 5 an output that holds it."""
+    """The projected embedding: transformers 4 returns it, 5 an output that holds it."""
     return out if isinstance(out, Tensor) else out.pooler_output
 
 

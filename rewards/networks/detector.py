@@ -19,19 +19,15 @@ SHRINK = 0.1  # of both sizes, taken off the offset of two centres
 
 @dataclass(frozen=True, slots=True)
 class DetectedObject:
-    """One detected object.
+    """One object that a detector found in a picture."""
 
-    box: (left, top, right, bottom) in px. score: confidence in [0, 1]. color: None: not asked for.
-    """
-
-    box: tuple[float, float, float, float]
-    score: float
-    color: str | None = None
+    box: tuple[float, float, float, float]  # left, top, right, bottom in px
+    score: float  # confidence in [0, 1]
+    color: str | None = None  # its colour's name; None: nobody asked for it
 
 
-Detections = Mapping[
-    str, Sequence[DetectedObject]
-]  # class -> its objects, the most confident first
+# class -> its objects, the most confident first
+Detections = Mapping[str, Sequence[DetectedObject]]
 Clauses = Sequence[Mapping[str, Any]]
 
 

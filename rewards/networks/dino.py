@@ -29,7 +29,7 @@ class Dino(nn.Module):
         self.chunk = chunk
 
     def forward(self, frames: Tensor) -> Tensor:
-        """(n, 3, H, W) in [0, 1] -> (n, d)."""
+        """Features of pictures: (n, 3, H, W) in [0, 1] -> (n, d)."""
         return torch.cat([self._tokens(part) for part in frames.split(self.chunk)])
 
     def _tokens(self, frames: Tensor) -> Tensor:
