@@ -163,8 +163,8 @@ def broken(folder, change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"aspects": ["alignment"]}, "does not fit Head: .*layers"),
-        ({"width": 32}, "does not fit Head: .*mean"),
+        ({"aspects": ["alignment"]}, "does not fit ScoreHead: .*layers"),
+        ({"width": 32}, "does not fit ScoreHead: .*mean"),
         ({"feature": []}, 'unknown setting "feature"; did you mean "features"'),
         ({"features": ["picture"]}, "features.0='picture'"),
         ({"model": "ViT-B-32"}, "give pretrained=TAG or a file"),
