@@ -4,6 +4,7 @@ what the cells hold."""
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import cells
 import gains
@@ -380,7 +381,7 @@ def test_a_seed_of_the_quickstart_is_a_run_of_the_command_line(tmp_path, monkeyp
         assert command[:3] == [sys.executable, "-m", "flowrl"] and check
         assert small.invoke(*command[3:]).exit_code == 0
 
-    monkeypatch.setattr(quickstart_seeds.subprocess, "run", run)
+    monkeypatch.setattr(quickstart_seeds, "subprocess", SimpleNamespace(run=run))
     tiny = ["iterations=1", "batch.group=8", "batch.prompts=2", "algorithm.steps=1"]
     tiny += [
         "reward.shapes.reading=partial",
