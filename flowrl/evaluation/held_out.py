@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, meta_rows
@@ -35,6 +36,7 @@ from flowrl.types import Solver
 
 SHOWN = 16  # images kept for the before/after grid
 CHUNK = 256  # images sampled at a time
+RECORDED = ("guidance", "steps", "solver", "rlg", "seed")  # what a row says of its sampling
 NOTHING: Mapping[str, Any] = {}  # no features
 
 
@@ -237,6 +239,14 @@ def evaluate(
     policy.say_unread([guidance], prompts[0])
     evaluator = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=how, ledger=ledger)
     return evaluator.evaluation(images)
+
+
+def settings_of(cfg: Config, **changes: Any) -> dict[str, Any]:
+    """The keywords of `evaluate` (fields of Sampling) as a run's own evaluation has them; those of
+    `changes` that are not None replace them."""
+    own = {key: getattr(cfg.eval, key) for key in RECORDED}
+    own |= {"micro": cfg.batch.micro, "decode": cfg.batch.decode}
+    return own | {key: value for key, value in changes.items() if value is not None}
 
 
 def spread_rows(images: int, prompts: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from flowrl.config.build import autocast, load_run
 from flowrl.config.live import held_out_of
 from flowrl.evaluation import record
-from flowrl.evaluation.held_out import evaluate
+from flowrl.evaluation.held_out import RECORDED, evaluate, settings_of
 from flowrl.report import run_page
 from flowrl.runtime.processes.world import ALONE, Alone, World
 from flowrl.runtime.store import run_folder
@@ -42,21 +42,18 @@ def evaluate_run(
     live = held_out_of(policy=policy, rewards=rewards, prompts=prompts)
     cfg, tuned, chosen, held_out = load_run(run, live)
     run_folder.read(run)  # its files are readable, before time is spent
-    own = {key: getattr(cfg.eval, key) for key in ("guidance", "steps", "solver", "seed", "rlg")}
-    given = {"guidance": guidance, "steps": steps, "seed": seed, "rlg": rlg}
-    setting = own | {key: value for key, value in given.items() if value is not None}
-    tuned.branches(setting["guidance"])
+    how = settings_of(cfg, guidance=guidance, steps=steps, seed=seed, rlg=rlg)
+    tuned.branches(how["guidance"])
     result = evaluate(
         tuned,
         held_out,
         chosen,
         images=images or cfg.eval.images,
-        micro=cfg.batch.micro,
-        decode=cfg.batch.decode,
         autocast=autocast(cfg, tuned.device),
         world=world,
-        **setting,
+        **how,
     )
+    setting = {key: how[key] for key in RECORDED}
     evaluation = record.add_row(into, _row_name(setting), result, held_out, **setting)
     if into == run:
         run_page.build(run)

@@ -124,7 +124,7 @@ def evaluate(
     if not parts.held_out:
         return {}
     named = bool(name) and parts.source.world.main
-    guidance = cfg.guidance if guidance is None else guidance
+    how = held_out.settings_of(trainer.cfg, guidance=guidance)
     # only what gets a row is announced: metrics of an iteration come every few seconds
     if named:
         logger.info(f"evaluating: {name}, {cfg.images} images")
@@ -134,25 +134,12 @@ def evaluate(
             parts.held_out,
             parts.source.rewards,
             images=cfg.images,
-            steps=cfg.steps,
-            guidance=guidance,
-            seed=cfg.seed,
-            solver=cfg.solver,
-            rlg=cfg.rlg,
-            micro=trainer.cfg.batch.micro,
-            decode=trainer.cfg.batch.decode,
             autocast=parts.source.autocast,
             world=parts.source.world,
+            **how,
         )
     if named:
-        setting = {
-            "iteration": trainer.iteration,
-            "guidance": guidance,
-            "steps": cfg.steps,
-            "solver": cfg.solver,
-            "rlg": cfg.rlg,
-            "seed": cfg.seed,
-        }
+        setting = {"iteration": trainer.iteration} | {key: how[key] for key in held_out.RECORDED}
         evaluation_record.add_row(parts.path, name, result, parts.held_out, **setting)
         evaluation_record.save_images(parts.path, name, result, parts.held_out)
     return result.metrics()

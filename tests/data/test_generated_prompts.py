@@ -24,13 +24,8 @@ def test_geneval_eval_has_the_benchmarks_size_of_every_task():
 
 def test_geneval_training_tasks_come_in_flow_grpos_ratio():
     count = Counter(p["tag"] for p in TRAIN)
-    assert {task: count[task] / 300 for task in count} == {
-        "position": 7,
-        "counting": 5,
-        "color_attr": 3,
-        "colors": 1,
-        "two_object": 1,
-    }
+    ratio = {"position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1}
+    assert {task: count[task] / 300 for task in count} == ratio
 
 
 def test_no_held_out_combination_is_trained_on_in_either_order_of_words():
@@ -65,25 +60,16 @@ def test_a_counting_prompt_excludes_one_more_and_a_position_points_at_the_second
     assert six["exclude"] == [{"class": name, "count": 4}]
     place = next(p for p in TRAIN if p["tag"] == "position")
     second, first = place["include"]
-    relation, target = first["position"]
-    words = (
-        f"a photo of {geneval.with_article(first['class'])} {relation}"
-        f" {geneval.with_article(second['class'])}"
-    )
-    assert place["prompt"] == words and target == 0
+    (relation, target), named = first["position"], geneval.with_article
+    words = f"{named(first['class'])} {relation} {named(second['class'])}"
+    assert place["prompt"] == f"a photo of {words}" and target == 0
 
 
 def test_people_have_no_colours_and_pairs_are_not_counted():
-    colored = [
-        c["class"]
-        for p in TRAIN + EVAL
-        if p["tag"] in ("colors", "color_attr")
-        for c in p["include"]
-    ]
+    asked = [(p["tag"], c["class"]) for p in TRAIN + EVAL for c in p["include"]]
+    colored = {name for tag, name in asked if tag in ("colors", "color_attr")}
     assert "person" not in colored and "dog" in colored
-    assert not {p["include"][0]["class"] for p in TRAIN + EVAL if p["tag"] == "counting"} & set(
-        geneval.UNCOUNTED
-    )
+    assert not {name for tag, name in asked if tag == "counting"} & set(geneval.UNCOUNTED)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +94,9 @@ def test_generated_prompts_are_the_same_on_every_machine():
     def digest(prompts):
         return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16]
 
-    assert (digest(EVAL), digest(TRAIN)) == ("8709b19b849822ec", "edbdb81007fc9a77")
-    assert (digest(ocr.eval_prompts()), digest(ocr.train_prompts())) == (
-        "b04cc7bb4e1f7776",
-        "d3f214bc6046a871",
-    )
+    found = [digest(made) for made in (EVAL, TRAIN, ocr.eval_prompts(), ocr.train_prompts())]
+    drawn = ["b04cc7bb4e1f7776", "d3f214bc6046a871"]
+    assert found == ["8709b19b849822ec", "edbdb81007fc9a77", *drawn]
 
 
 # --- text

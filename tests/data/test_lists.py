@@ -17,6 +17,7 @@ from flowrl.data.prompts import load_prompts, of_words
 from flowrl.data.samples import collect
 from flowrl.evaluation.suites import prompt_files
 from flowrl.rollouts.inference import generate as generation
+from flowrl.runtime.text import items
 
 TEXTS = ["a red circle", 'a sign, "Hi"', "zwei blaue Würfel"]
 
@@ -60,7 +61,12 @@ def test_a_list_is_what_it_holds_whatever_its_name(form, name):
 
 @pytest.mark.parametrize(
     "content",
-    ["\n".join(TEXTS), json.dumps(TEXTS), "\n".join(f" {t}\t" for t in TEXTS) + "\n\n"],
+    [
+        "\n".join(TEXTS),
+        json.dumps(TEXTS),
+        "\n".join(f" {t}\t" for t in TEXTS) + "\n\n",
+        "\ufeff" + "\r\n\n  ".join(TEXTS) + "  \n",
+    ],
 )
 def test_texts_alone_are_prompts(content):
     assert [row["prompt"] for row in load_prompts(write("list.txt", content))] == TEXTS
@@ -194,9 +200,8 @@ def test_what_is_no_prompt_is_questioned(content, sentence):
 def test_a_column_that_is_called_otherwise_is_proposed_and_then_taken(name, content, column):
     write(name, content)
     if column != "Sentence":  # which nothing tells from a prompt
-        with pytest.raises(
-            ValueError, match=f"data.columns.prompt={column} .*--columns prompt=NAME"
-        ):
+        said = f"data.columns.prompt={column} .*--columns prompt=NAME"
+        with pytest.raises(ValueError, match=said):
             load_prompts(name)
     assert load_prompts(name, {"prompt": column}) == [{"prompt": "a cat"}]
 
@@ -209,33 +214,14 @@ def test_a_parquet_and_a_dataset_propose_their_column_too():
             load_prompts(source)
 
 
-ABOUT = [
-    "image_width",
-    "image_url",
-    "image_id",
-    "num_images",
-    "video_fps",
-    "mask_ratio",
-    "images_count",
-    "image_hash",
-    "imagery",
-    "attention_mask",
-    "prompt_attention_mask",
-    "image_guidance_scale",
-]
-PICTURES = [
-    "image",
-    "images",
-    "last_image",
-    "mask_image",
-    "control_image_2",
-    "image2",
-    "video",
-    "ip_adapter_image",
-    "mask",
-    "conditioning_masks",
-    "reference_images",
-]
+ABOUT = items("""
+    image_width, image_url, image_id, num_images, video_fps, mask_ratio, images_count, image_hash,
+    imagery, attention_mask, prompt_attention_mask, image_guidance_scale
+""")
+PICTURES = items("""
+    image, images, last_image, mask_image, control_image_2, image2, video, ip_adapter_image, mask,
+    conditioning_masks, reference_images
+""")
 
 
 @pytest.mark.parametrize("name", ABOUT)

@@ -13,15 +13,6 @@ from flowrl.rewards.core import score
 PROMPTS = [{"prompt": f"p{i}", "number": i} for i in range(10)]
 
 
-def test_a_text_file_is_one_prompt_a_line(tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeffa red circle\r\n\n  zwei blaue Würfel  \n".encode())
-    assert data_prompts.load_prompts(str(path)) == [
-        {"prompt": "a red circle"},
-        {"prompt": "zwei blaue Würfel"},
-    ]
-
-
 def test_jsonl_keeps_what_rewards_may_read(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(p) + "\n" for p in PROMPTS))
@@ -62,38 +53,28 @@ def test_a_folder_is_not_a_prompt_file(tmp_path):
 
 
 def test_the_embedded_world_has_disjoint_prompts_and_a_misspelt_name_is_corrected():
-    train, held_out = (
-        data_prompts.load_prompts("shapes:train"),
-        data_prompts.load_prompts("shapes:eval"),
-    )
+    train, held_out = map(data_prompts.load_prompts, ("shapes:train", "shapes:eval"))
     assert train and held_out and not {p["prompt"] for p in train} & {p["prompt"] for p in held_out}
     with pytest.raises(ValueError, match='did you mean "shapes:train"'):
         data_prompts.load_prompts("shapes:trian")
 
 
+def drawn(iteration, size):
+    return data_prompts.batch(PROMPTS, iteration=iteration, size=size, seed=1).ids.tolist()
+
+
 def test_an_epoch_shows_each_prompt_once_and_the_next_is_shuffled_anew():
-    epochs = [
-        [
-            i
-            for step in range(5)
-            for i in data_prompts.batch(
-                PROMPTS, iteration=5 * e + step, size=2, seed=1
-            ).ids.tolist()
-        ]
-        for e in range(2)
-    ]
+    batches = [drawn(iteration, size=2) for iteration in range(10)]
+    epochs = [sum(batches[:5], []), sum(batches[5:], [])]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1]
 
 
 def test_a_batch_never_holds_a_prompt_twice_and_remainders_differ():
-    batches = [
-        data_prompts.batch(PROMPTS, iteration=i, size=4, seed=1).ids.tolist() for i in range(40)
-    ]
+    batches = [drawn(iteration, size=4) for iteration in range(40)]
     assert all(len(set(b)) == 4 for b in batches)
-    assert {i for b in batches for i in b} == set(
-        range(10)
-    )  # two prompts an epoch are left out, not always the same two
+    # two prompts an epoch are left out, not always the same two
+    assert {i for b in batches for i in b} == set(range(10))
 
 
 def test_a_batch_is_a_function_of_seed_and_iteration():

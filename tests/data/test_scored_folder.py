@@ -148,11 +148,8 @@ def test_a_broken_image_is_named_and_skipped_and_the_exit_code_is_1():
     said = [line for line in result.stderr.splitlines() if line.startswith("flowrl: left out: ")]
     assert result.exit_code == 1 and len(said) == 3
     assert all(f"{name}.png cannot be read" in line for name, line in zip("bef", said, strict=True))
-    assert [line["file"] for line in lines("out/scores.jsonl")] == [
-        "media/a.png",
-        "media/c.png",
-        "media/d.png",
-    ]
+    found = [line["file"] for line in lines("out/scores.jsonl")]
+    assert found == ["media/a.png", "media/c.png", "media/d.png"]
     assert "3 of 6 images: out/scores.jsonl" in result.stdout
 
 
@@ -164,13 +161,11 @@ def test_an_image_that_a_reward_cannot_score_is_left_out_unless_the_weight_is_0(
 
     scored, problems = files.score_files(samples, load_set({"picky": picky}))
     assert [item.sample.prompt for item in scored] == ["p0", "p2"]
-    assert len(problems) == 1
-    assert problems[0].startswith(
-        "left out: 1.png could not be scored: picky: NaN or inf for 1 of 3 samples"
-    )
-    scored, problems = files.score_files(
-        samples, load_set({"jpeg": 1.0, "picky": {"reward": picky, "weight": 0}})
-    )
+    (problem,) = problems
+    said = "left out: 1.png could not be scored: picky: NaN or inf for 1 of 3 samples"
+    assert problem.startswith(said)
+    rewards = load_set({"jpeg": 1.0, "picky": {"reward": picky, "weight": 0}})
+    scored, problems = files.score_files(samples, rewards)
     assert len(scored) == 3
     assert problems == ["1.png has no score of picky: picky: NaN or inf for 1 of 3 samples"]
     scored_folder.write(Path("out"), scored, {"jpeg": 1.0, "picky": 0.0})
@@ -183,10 +178,8 @@ def test_a_broken_exif_is_named_like_a_broken_image(suffix):
     noise("b.png")
     result = small.invoke("score", ".", "--prompt", "x", "--reward", "jpeg", "-o", "out")
     assert result.exit_code == 1
-    assert (
-        f"flowrl: left out: a.{suffix} cannot be read: SyntaxError: not a TIFF file"
-        in result.stderr
-    )
+    said = f"flowrl: left out: a.{suffix} cannot be read: SyntaxError: not a TIFF file"
+    assert said in result.stderr
     assert [line["file"] for line in lines("out/scores.jsonl")] == ["media/b.png"]
     with pytest.raises(ValueError, match=f"a.{suffix} cannot be read: SyntaxError"):
         image_size(Path(f"a.{suffix}"))
@@ -211,30 +204,17 @@ def test_what_was_scored_before_a_judge_went_away_is_kept_and_the_rest_is_named(
     Path("mine.py").write_text(DYING)
     for i in range(5):
         noise(f"imgs/{i}.png", seed=i)
-    words = [
-        "score",
-        "imgs",
-        "--prompt",
-        "x",
-        "--reward",
-        "mine.py:dying",
-        "--chunk",
-        "2",
-        "-o",
-        "out",
-    ]
-    result = small.invoke(*words)
+    words = ["score", "imgs", "--prompt", "x", "--reward", "mine.py:dying", "--chunk", "2", "-o"]
+    result = small.invoke(*words, "out")
     said = [line for line in result.stderr.splitlines() if line.startswith("flowrl: ")]
     assert result.exit_code == 1
     assert said == [
         f"flowrl: left out: imgs/{i}.png was not scored: the judge is gone" for i in (2, 3, 4)
     ]
-    assert [line["file"] for line in lines("out/scores.jsonl")] == [
-        "media/0.png",
-        "media/1.png",
-    ]
+    found = [line["file"] for line in lines("out/scores.jsonl")]
+    assert found == ["media/0.png", "media/1.png"]
     assert "2 of 5 images" in result.stdout
-    result = small.invoke(*words[:-1], "none")  # by now it is gone from the start
+    result = small.invoke(*words, "none")  # by now it is gone from the start
     assert result.exit_code == 1
     assert result.stderr.strip() == "flowrl: the judge is gone"
     assert not Path("none").exists()
@@ -257,11 +237,8 @@ def test_a_list_that_cannot_be_written_costs_no_score_and_the_exit_code_is_1(mon
     monkeypatch.setattr(os, "replace", full)
     result = small.invoke("score", "a.png", "--prompt", "x", "--reward", "jpeg", "-o", "out")
     assert result.exit_code == 1 and "a.png" in result.stdout
-    assert (
-        result.stderr.splitlines()[-1]
-        == "flowrl: out/media/a.png could not be written (No space left on"
-        " device), so what was there is unchanged; free some space on this disk and try again"
-    )
+    said = "flowrl: out/media/a.png could not be written (No space left on device), so what was"
+    assert result.stderr.splitlines()[-1].startswith(f"{said} there is unchanged; free some space")
     assert not list(Path("out").rglob("*.*"))
 
 
@@ -279,17 +256,8 @@ def test_a_scored_folder_holds_copies_scores_and_what_rewards_read_and_can_be_mo
     world = prompts.find("a red circle")
     scene = render(prompts.scene(world, torch.Generator().manual_seed(0)))
     save(scene, "one/a.png"), save(1 - scene, "two/a.png")
-    words = [
-        "--prompt",
-        "a red circle",
-        "--reward",
-        "shapes",
-        "--reward",
-        "jpeg=0.5",
-        "-o",
-        "made/out",
-    ]
-    result = small.invoke("score", "one", "two", *words)
+    words = ["--prompt", "a red circle", "--reward", "shapes", "--reward", "jpeg=0.5"]
+    result = small.invoke("score", "one", "two", *words, "-o", "made/out")
     assert result.exit_code == 0, result.output
     a, b = lines("made/out/scores.jsonl")
     assert a["file"] == "media/a.png" and b["file"] == "media/a-2.png"
@@ -313,18 +281,11 @@ def test_a_scored_folder_holds_copies_scores_and_what_rewards_read_and_can_be_mo
 
 def test_a_list_without_copies_names_the_files_where_they_are():
     noise("imgs/a.png")
-    assert (
-        small.invoke(
-            "score", "imgs", "--prompt", "x", "--reward", "jpeg", "-o", "lists/mine.jsonl"
-        ).exit_code
-        == 0
-    )
+    words = ["score", "imgs", "--prompt", "x", "--reward", "jpeg", "-o", "lists/mine.jsonl"]
+    assert small.invoke(*words).exit_code == 0
     (line,) = lines("lists/mine.jsonl")
     assert line["file"] == "../imgs/a.png"
-    assert sorted(p.name for p in Path().rglob("*.*")) == [
-        "a.png",
-        "mine.jsonl",
-    ]
+    assert sorted(p.name for p in Path().rglob("*.*")) == ["a.png", "mine.jsonl"]
 
 
 # ---------------------------------------------------------------------------

@@ -123,14 +123,11 @@ def test_a_table_keeps_the_columns_that_the_suite_names(tmp_path):
         {"prompt": "A red, red rose", "kind": "Colors"}
     ]
     read["columns"] = {"prompt": "Prompt"}
-    assert prompt_files.load(str(tmp_path / "b.tsv"), **read) == [
-        {"prompt": '"Hi" on a sign'},
-        {"prompt": 'a "b'},
-    ]
+    found = prompt_files.load(str(tmp_path / "b.tsv"), **read)
+    assert [row["prompt"] for row in found] == ['"Hi" on a sign', 'a "b']
     with pytest.raises(ValueError, match='b.tsv has no column "Categry"; did you mean "Category"'):
-        prompt_files.load(
-            str(tmp_path / "b.tsv"), **(read | {"columns": {"prompt": "Prompt", "kind": "Categry"}})
-        )
+        read["columns"] = {"prompt": "Prompt", "kind": "Categry"}
+        prompt_files.load(str(tmp_path / "b.tsv"), **read)
     (tmp_path / "c.txt").write_text("one\ntwo\n")  # any suite takes a plain list
     assert len(prompt_files.load(str(tmp_path / "c.txt"), **read)) == 2
 
@@ -139,16 +136,10 @@ def test_dpg_questions_become_checklists_with_parents_before_children(tmp_path):
     (tmp_path / "dpg.csv").write_text(DPG)
     cup, rose = prompt_files.load(str(tmp_path / "dpg.csv"), suite="dpg", origin="", form="dpg")
     assert cup["prompt"] == "A cup on a table" and rose["prompt"] == "A red, red rose"
-    assert [q["question"] for q in cup["checklist"]] == [
-        "Is there a cup?",
-        "Is there a table?",
-        "Is it on it?",
-    ]
-    assert [q["parent"] for q in cup["checklist"]] == [None, None, [0, 1]]
-    assert [q["dimension"] for q in cup["checklist"]] == [
-        "entity - whole",
-        "entity - whole",
-        "relation - spatial",
+    assert [(q["question"], q["parent"], q["dimension"]) for q in cup["checklist"]] == [
+        ("Is there a cup?", None, "entity - whole"),
+        ("Is there a table?", None, "entity - whole"),
+        ("Is it on it?", [0, 1], "relation - spatial"),
     ]
     assert complaint(cup["checklist"], judged=True) is None
 
@@ -156,15 +147,10 @@ def test_dpg_questions_become_checklists_with_parents_before_children(tmp_path):
 def test_dpg_parents_that_are_missing_or_go_round_in_a_circle_are_left_out_and_said(
     tmp_path, caplog
 ):
-    (tmp_path / "dpg.csv").write_text(
-        DPG.replace('"1, 3"', '"1, 9"').replace("table,,3,0", "table,,3,3")
-    )
+    broken = DPG.replace('"1, 3"', '"1, 9"').replace("table,,3,0", "table,,3,3")
+    (tmp_path / "dpg.csv").write_text(broken)
     cup = prompt_files.load(str(tmp_path / "dpg.csv"), suite="dpg", origin="", form="dpg")[0]
-    assert [q["parent"] for q in cup["checklist"]] == [
-        None,
-        None,
-        [0],
-    ]
+    assert [q["parent"] for q in cup["checklist"]] == [None, None, [0]]
     assert "2 dependencies of questions point nowhere" in caplog.text
 
 
@@ -173,10 +159,7 @@ def test_unigenbench_test_points_become_questions_with_their_dimensions(tmp_path
     (tmp_path / "u.csv").write_text(f'index,prompt_en,sub_dims_en\n0,A crab,"{quoted}"\n')
     (crab,) = prompt_files.load(str(tmp_path / "u.csv"), suite="u", origin="", form="unigenbench")
     assert crab["category"] == "Art"
-    assert [q["dimension"] for q in crab["checklist"]] == [
-        "Style",
-        "Attribute - Color",
-    ]
+    assert [q["dimension"] for q in crab["checklist"]] == ["Style", "Attribute - Color"]
     assert "red ink" in crab["checklist"][1]["question"]
     (tmp_path / "u.csv").write_text("index,prompt,sub_dims\n0,A crab,{}\n")
     with pytest.raises(ValueError, match="u.csv, entry 2: its test points cannot be read"):
@@ -190,18 +173,14 @@ def test_a_judge_of_a_suite_is_chosen_in_words_and_the_rest_of_its_settings_stay
         "checklist.answerer_settings.model=judge",
         "checklist.answerer_settings.base_url=http://localhost:1/v1",
     ]
-    checklist = suites.prepare("dpg", suites.with_rewards(suite, words, ())).rewards.rewards[
-        "checklist"
-    ]
-    assert (checklist.answerer.settings.model, checklist.answerer.settings.base_url) == (
-        "judge",
-        "http://localhost:1/v1",
-    )
+    task = suites.prepare("dpg", suites.with_rewards(suite, words, ()))
+    checklist = task.rewards.rewards["checklist"]
+    judge = checklist.answerer.settings
+    assert (judge.model, judge.base_url) == ("judge", "http://localhost:1/v1")
     assert checklist.settings.binary and suite.rewards == suites.load("dpg").rewards
+    wrong = suites.with_rewards(suite, ["checklist.answerer_settings.mdel=judge"], ())
     with pytest.raises(ValueError, match='unknown setting "mdel"; did you mean "model"'):
-        suites.prepare(
-            "dpg", suites.with_rewards(suite, ["checklist.answerer_settings.mdel=judge"], ())
-        )
+        suites.prepare("dpg", wrong)
 
 
 def test_words_join_what_a_suite_says_of_a_reward_key_by_key(tmp_path):
@@ -218,10 +197,5 @@ def test_words_join_what_a_suite_says_of_a_reward_key_by_key(tmp_path):
         "jpeg": {"weight": 2.0, "quality": 80},
         "ocr": rewards["ocr"] | {"deep": {"a": 1, "b": 3}},
     }
-    red = {"name": f"{tmp_path}/a.py:red"}
-    assert got.held_out == {
-        "tiling": None,
-        "sharpness": {"side": 9},
-        "clip": {"preset": "shapes"},
-        "red": red,
-    }
+    added = {"clip": {"preset": "shapes"}, "red": {"name": f"{tmp_path}/a.py:red"}}
+    assert got.held_out == {"tiling": None, "sharpness": {"side": 9}, **added}

@@ -16,6 +16,8 @@ from flowrl.evaluation.suites.summary import summary
 from flowrl.rewards import load_set
 from flowrl.runtime.statistics import mean_interval
 
+TAGGED = [{"prompt": text, "tag": "colors" if text == "d" else "counting"} for text in "abcd"]
+
 
 def task(prompts, **suite):
     """A task whose rewards are never asked."""
@@ -33,14 +35,8 @@ def measured(**values):
 def test_geneval_is_the_mean_of_task_accuracies_and_not_of_images():
     """counting: 1 of 6 images right; colors: 2 of 2. Mean of tasks (1/6 + 1) / 2 = 7/12; of images
     3/8. Held-out rewards are means."""
-    prompts = [
-        {"prompt": "a", "tag": "counting"},
-        {"prompt": "b", "tag": "counting"},
-        {"prompt": "c", "tag": "counting"},
-        {"prompt": "d", "tag": "colors"},
-    ]
     right = [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
-    chosen = task(prompts, category="tag", aggregate="category_mean", held_out={"sharpness": {}})
+    chosen = task(TAGGED, category="tag", aggregate="category_mean", held_out={"sharpness": {}})
     base = measured(jpeg=np.zeros((4, 2)), sharpness=right)
     out = summary(chosen, {"base": base, "tuned": measured(jpeg=right, sharpness=right)}, 2)
     tuned = out["rows"][-1]
@@ -48,12 +44,8 @@ def test_geneval_is_the_mean_of_task_accuracies_and_not_of_images():
     assert tuned["scores"]["sharpness"]["mean"] == pytest.approx(3 / 8)
     assert tuned["categories"]["jpeg"]["counting"]["mean"] == pytest.approx(1 / 6)
     assert tuned["categories"]["jpeg"]["counting"]["n"] == 6
-    assert tuned["categories"]["jpeg"]["colors"] == {
-        "mean": 1.0,
-        "ci": None,
-        "n": 2,
-        "prompts": 1,
-    }  # one prompt tells no interval
+    one = {"mean": 1.0, "ci": None, "n": 2, "prompts": 1}  # one prompt tells no interval
+    assert tuned["categories"]["jpeg"]["colors"] == one
     assert out["paired"]["base"]["scores"]["jpeg"]["difference"] == pytest.approx(7 / 12)
     assert out["paired"]["base"]["scores"]["sharpness"]["difference"] == 0
 
@@ -61,13 +53,9 @@ def test_geneval_is_the_mean_of_task_accuracies_and_not_of_images():
 def test_a_failed_image_is_left_out_of_both_sides_and_counted():
     nan = float("nan")
     prompts = [{"prompt": "a"}, {"prompt": "b"}]
+    base = measured(jpeg=[[0.0, 4.0], [2.0, 2.0]])
     out = summary(
-        task(prompts),
-        {
-            "base": measured(jpeg=[[0.0, 4.0], [2.0, 2.0]]),
-            "tuned": measured(jpeg=[[1.0, nan], [3.0, 3.0]]),
-        },
-        1,
+        task(prompts), {"base": base, "tuned": measured(jpeg=[[1.0, nan], [3.0, 3.0]])}, 1
     )
     assert out["rows"][-1]["invalid"] == {"jpeg": 1}
     assert out["rows"][-1]["scores"]["jpeg"]["mean"] == pytest.approx(7 / 3)
@@ -140,9 +128,8 @@ def test_dpg_is_100_times_the_mean_score_while_its_categories_count_answers():
 
 def test_intervals_of_suites_and_of_means_resample_prompts_alike():
     rng = np.random.default_rng(0)
-    values = rng.normal(size=(60, 1)) + 0.1 * rng.normal(
-        size=(60, 8)
-    )  # images of a prompt are alike
+    # images of a prompt are alike
+    values = rng.normal(size=(60, 1)) + 0.1 * rng.normal(size=(60, 8))
     texts = [f"p{i // 2}" for i in range(60)]  # every prompt is there twice
     chosen = scores.design(texts, [""] * 60)
     got = scores.score(scores.cells({"": values}, chosen), chosen)
@@ -170,13 +157,8 @@ def test_a_paired_interval_is_narrower_than_the_values_it_compares():
     got = scores.difference(a, b, chosen, scale=100)
     assert 9 < got["ci"][0] < got["difference"] < got["ci"][1] < 11
     assert got["p"] == pytest.approx(2 / 2001)
-    assert scores.difference(a, a, chosen) == {
-        "difference": 0.0,
-        "ci": [0.0, 0.0],
-        "p": 1.0,
-        "n": 160,
-        "prompts": 40,
-    }
+    none = {"difference": 0.0, "ci": [0.0, 0.0], "p": 1.0, "n": 160, "prompts": 40}
+    assert scores.difference(a, a, chosen) == none
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
@@ -209,13 +191,8 @@ def test_best_of_n_is_unbiased_and_leaves_out_prompts_with_too_few_images():
 def test_what_is_read_of_the_best_image_is_that_of_the_image_and_of_equal_ones_their_mean():
     """Of 0.2, 0.9, 0.9 the best is one of the two 0.9, whichever: (5 + 7) / 2 = 6; of pairs it
     always holds one: 5 or 7 or their mean."""
-    values, read = (
-        np.array([[0.2, 0.9, 0.9]]),
-        {
-            "other": np.array([[3.0, 5.0, 7.0]]),
-            "unasked": np.full((1, 3), np.nan),
-        },
-    )
+    values = np.array([[0.2, 0.9, 0.9]])
+    read = {"other": np.array([[3.0, 5.0, 7.0]]), "unasked": np.full((1, 3), np.nan)}
     got = scores.best_of(values, 3, read)
     np.testing.assert_allclose(got["other"], [[5.0, 6.0, 6.0]])
     assert np.isnan(got["unasked"]).all()
@@ -224,14 +201,9 @@ def test_what_is_read_of_the_best_image_is_that_of_the_image_and_of_equal_ones_t
 def test_best_of_one_is_the_headline_whatever_the_rule():
     """Mean of categories: counting 1 of 6 right, colors 2 of 2: 7/12. Of the best of two: counting
     1 of 3 prompts, colors 1: 2/3."""
-    prompts = [
-        {"prompt": text, "tag": tag}
-        for text, tag in (("a", "counting"), ("b", "counting"), ("c", "counting"), ("d", "colors"))
-    ]
     right = measured(jpeg=[[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
-    out = summary(
-        task(prompts, category="tag", aggregate="category_mean", scale=100), {"tuned": right}, 2
-    )["rows"][0]
+    chosen = task(TAGGED, category="tag", aggregate="category_mean", scale=100)
+    out = summary(chosen, {"tuned": right}, 2)["rows"][0]
     assert out["scores"]["jpeg"]["mean"] == out["best_of"][0]["mean"] == pytest.approx(100 * 7 / 12)
     assert out["best_of"][0]["ci"] == pytest.approx(out["scores"]["jpeg"]["ci"])
     assert out["best_of"][1]["mean"] == pytest.approx(100 * 2 / 3)
@@ -251,18 +223,10 @@ def test_contamination_counts_copies_near_copies_and_shared_8_grams():
         "A blue square.",
     ]
     got = contamination(train, suite)
-    assert {k: got[k] for k in ("training", "suite", "exact", "near", "shared_8_grams")} == {
-        "training": 3,
-        "suite": 4,
-        "exact": 1,
-        "near": 1,
-        "shared_8_grams": 1,
-    }
-    assert got["examples"] == [
-        ["exact", suite[0]],
-        ["near", suite[1]],
-        ["shared_8_grams", suite[2]],
-    ]
+    counts = [got[k] for k in ("training", "suite", "exact", "near", "shared_8_grams")]
+    assert counts == [3, 4, 1, 1, 1]
+    kinds = ("exact", "near", "shared_8_grams")
+    assert got["examples"] == [[kind, text] for kind, text in zip(kinds, suite, strict=False)]
     assert contamination(train, ["one two three four five six seven"])["shared_8_grams"] == 0
 
 

@@ -76,14 +76,8 @@ def test_an_argument_that_no_setting_of_a_suite_reads_is_said(run, tmp_path, mon
 def test_the_base_is_the_model_before_training(run):
     (record,) = evaluate_runs([run], "shapes", QUICK)
     policy = load_policy("shapes-sd3", lora={"rank": 2, "alpha": 2})
-    prompts = load_prompts("shapes:eval")
-    want = measure(
-        policy,
-        [prompts[0], prompts[64]],
-        load_set({"jpeg": 1.0}),
-        Sampling(steps=2, guidance="none"),
-        images=3,
-    )
+    prompts, how = load_prompts("shapes:eval")[::64], Sampling(steps=2, guidance="none")
+    want = measure(policy, prompts, load_set({"jpeg": 1.0}), how, images=3)
     np.testing.assert_allclose(
         record["rows"][0]["values"]["jpeg"], want.values["jpeg"], rtol=0, atol=2e-4
     )
@@ -93,12 +87,14 @@ def test_several_runs_share_the_base_and_give_a_side_effect_matrix(run, tmp_path
     other = tmp_path / "other"
     shutil.copytree(run, other, ignore=shutil.ignore_patterns("suites", "tracker"))
     named, original = [], suites.measure
-    monkeypatch.setattr(
-        suites, "measure", lambda *a, **k: named.append(k["setting"]) or original(*a, **k)
-    )
-    first, second = evaluate_runs(
-        [run, other], "shapes", SuiteOptions(count=2, images=1, steps=1, held_out=["tiling"])
-    )
+
+    def measured(*args, setting, **how):
+        named.append(setting)
+        return original(*args, setting=setting, **how)
+
+    monkeypatch.setattr(suites, "measure", measured)
+    chosen = SuiteOptions(count=2, images=1, steps=1, held_out=["tiling"])
+    first, second = evaluate_runs([run, other], "shapes", chosen)
     assert named == ["base", "tuned", "tuned"]
     assert first["rows"][0]["values"] == second["rows"][0]["values"]
     table = first["matrix"]
@@ -107,9 +103,8 @@ def test_several_runs_share_the_base_and_give_a_side_effect_matrix(run, tmp_path
     assert "shapes/partial" not in table["columns"]
     assert [row["run"] for row in table["rows"]] == [str(run), str(other)]
     assert table["rows"][0]["trained"] == ["jpeg"]
-    assert table["rows"][1]["entries"] == [
-        second["paired"]["base"]["scores"][c] for c in table["columns"]
-    ]
+    changes = second["paired"]["base"]["scores"]
+    assert table["rows"][1]["entries"] == [changes[column] for column in table["columns"]]
     assert first["rows"][1]["diversity"] == {}
     assert json.loads((other / "suites" / "shapes.json").read_text())["matrix"] == table
 
@@ -140,11 +135,9 @@ def test_the_terminal_and_the_report_show_every_part(run, tmp_path):
 def test_a_guided_base_is_shown_where_the_run_has_one(run, tmp_path):
     guided = tmp_path / "guided"
     shutil.copytree(run, guided, ignore=shutil.ignore_patterns("suites", "tracker"))
-    text = (guided / "config.yaml").read_text()
-    assert "baseline_guidance: null" in text
-    (guided / "config.yaml").write_text(
-        text.replace("baseline_guidance: null", "baseline_guidance: 3.0")
-    )
+    text, own = (guided / "config.yaml").read_text(), "baseline_guidance: null"
+    assert own in text
+    (guided / "config.yaml").write_text(text.replace(own, "baseline_guidance: 3.0"))
     (record,) = evaluate_runs([guided], "shapes", SuiteOptions(count=2, images=1, steps=1))
     assert [(row["name"], row["guidance"], row["nfe"]) for row in record["rows"]] == [
         ("base", "none", 1),
@@ -180,36 +173,20 @@ def test_files_that_hold_rewards_are_part_of_what_an_evaluation_depends_on(tmp_p
 
 
 def test_peaks_are_of_rewards_that_were_not_trained_on():
+    def row(held, **setting):
+        return {"metrics": {"held": {"mean": held}, "own/x": {"mean": 0.0}}, **setting}
+
     rows = [
-        {
-            "name": "before",
-            "iteration": 0,
-            "guidance": "none",
-            "metrics": {"held": {"mean": 1.0}, "own/x": {"mean": 0.0}},
-        },
-        {
-            "name": "before, guided",
-            "iteration": 0,
-            "guidance": 3.0,
-            "metrics": {"held": {"mean": 9.0}},
-        },
-        {
-            "name": "after",
-            "iteration": 2,
-            "guidance": "none",
-            "metrics": {"held": {"mean": 3.0}},
-        },  # of a run that went on to 3
-        {"name": "other", "metrics": {"held": {"mean": 9.0}}},
+        row(1.0, name="before", iteration=0, guidance="none"),
+        row(9.0, name="before, guided", iteration=0, guidance=3.0),
+        row(3.0, name="after", iteration=2, guidance="none"),  # of a run that went on to 3
+        row(9.0, name="other"),
     ]
-    metrics = [
-        {"iteration": i, **({"eval/held": v, "eval/own": v, "eval/total": v} if v else {})}
-        for i, v in ((1, None), (2, None), (3, 2.0))
-    ]
-    found = runs.peaks(
-        run_folder.RunFolder(path=None, config="", metrics=metrics, evaluation={"rows": rows}),
-        {"own"},
-        "none",
-    )
+    last = {"iteration": 3, "eval/held": 2.0, "eval/own": 2.0, "eval/total": 2.0}
+    metrics = [{"iteration": 1}, {"iteration": 2}, last]
+    evaluation = {"rows": rows}
+    folder = run_folder.RunFolder(path=None, config="", metrics=metrics, evaluation=evaluation)
+    found = runs.peaks(folder, {"own"}, "none")
     assert found == {"held": {"iteration": 2, "value": 3.0, "last_iteration": 3, "last": 2.0}}
 
 

@@ -27,16 +27,14 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
     assert tensors.keys() == TENSORS.keys()
     for stem, group in TENSORS.items():
         for name, value in group.items():
-            assert tensors[stem][name].dtype == value.dtype and torch.equal(
-                tensors[stem][name], value
-            )
+            loaded = tensors[stem][name]
+            assert loaded.dtype == value.dtype and torch.equal(loaded, value)
 
 
 def test_tied_and_strided_tensors_are_saved(tmp_path):
     weight = torch.randn(3, 4)
-    tensors, _ = checkpoint.load(
-        checkpoint.save(tmp_path, 1, {"t": {"a": weight, "b": weight, "c": weight.t()}}, {})
-    )
+    saved = {"t": {"a": weight, "b": weight, "c": weight.t()}}
+    tensors, _ = checkpoint.load(checkpoint.save(tmp_path, 1, saved, {}))
     assert torch.equal(tensors["t"]["b"], weight) and torch.equal(tensors["t"]["c"], weight.t())
 
 
@@ -100,9 +98,8 @@ for i in range(1, 10**6):
     print(i, flush=True)
 """
     for _ in range(2):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
-        )
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE)
         writer.stdout.readline()  # imports are done, the first checkpoint stands
         time.sleep(0.15)
         os.kill(writer.pid, signal.SIGKILL)
@@ -115,18 +112,16 @@ for i in range(1, 10**6):
 
 def test_truncating_leaves_each_iteration_once(tmp_path):
     lines = [{"iteration": i, "reward/total": 0.1 * i} for i in range(5)]
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(x) + "\n" for x in lines) + '{"iteration": 2, "rew'
-    )
+    text = "".join(json.dumps(x) + "\n" for x in lines) + '{"iteration": 2, "rew'
+    (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "samples").mkdir()
     for name in ("000002.png", "000003.png"):
         (tmp_path / "samples" / f"iteration-{name}").touch()
     (tmp_path / "samples" / "iteration-000004").mkdir()
     (tmp_path / "samples" / "mine-20260101.png").touch()
     run_folder.truncate_metrics(tmp_path, 2)
-    assert [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines[
-        :3
-    ]
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(x) for x in kept] == lines[:3]
     left = sorted(p.name for p in (tmp_path / "samples").iterdir())
     assert left == ["iteration-000002.png", "mine-20260101.png"]
 
@@ -153,22 +148,17 @@ def test_optimizer_state_is_keyed_by_name_and_continues_bit_for_bit(tmp_path):
     checkpoint.unpack_optimizer(twin_optimizer, twin_names, tensors["optimizer"])
     _steps(model, optimizer, 2)
     _steps(twin, twin_optimizer, 2)
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
 def test_optimizer_state_of_another_model_is_refused():
     layer = torch.nn.Linear(3, 4)
-    optimizer = torch.optim.AdamW(layer.parameters())
-    with pytest.raises(CheckpointError, match="old.weight, which is not trained"):
-        checkpoint.unpack_optimizer(
-            optimizer, dict(layer.named_parameters()), {"old.weight/exp_avg": torch.ones(1)}
-        )
-    with pytest.raises(CheckpointError, match=r"weight: exp_avg has shape \(1,\)"):
-        checkpoint.unpack_optimizer(
-            optimizer, dict(layer.named_parameters()), {"weight/exp_avg": torch.ones(1)}
-        )
+    optimizer, names = torch.optim.AdamW(layer.parameters()), dict(layer.named_parameters())
+    said = {"old.weight": "old.weight, which is not trained"}
+    said["weight"] = r"weight: exp_avg has shape \(1,\)"
+    for name, sentence in said.items():
+        with pytest.raises(CheckpointError, match=sentence):
+            checkpoint.unpack_optimizer(optimizer, names, {f"{name}/exp_avg": torch.ones(1)})
 
 
 @pytest.mark.parametrize(

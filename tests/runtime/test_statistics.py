@@ -25,10 +25,8 @@ def test_three_values_by_enumeration():
     8, 12, 6, 1 of 27."""
     means = sorted(sum(draw) / 3 for draw in itertools.product([0.0, 0.0, 3.0], repeat=3))
     assert [means.count(float(k)) for k in range(4)] == [8, 12, 6, 1]
-    assert mean_interval([0.0, 0.0, 3.0], level=0.5).ci == (
-        0.0,
-        2.0,
-    )  # quartiles of that law: 25% -> 0, 75% -> between 20/27 and 26/27
+    # quartiles of that law: 25% -> 0, 75% -> between 20/27 and 26/27
+    assert mean_interval([0.0, 0.0, 3.0], level=0.5).ci == (0.0, 2.0)
     assert mean_interval([0.0, 0.0, 3.0], level=0.4).ci == (1.0, 1.0)  # 30% and 70% both fall on 1
 
 
@@ -85,15 +83,10 @@ def test_clusters_of_one_are_no_clusters_and_unequal_ones_weigh_by_size():
     rng = np.random.default_rng(6)
     values = rng.normal(size=30)
     assert mean_interval(values, groups=list(range(30))) == mean_interval(values)
-    out = mean_interval([1.0, 1.0, 1.0, 5.0], groups=["a", "a", "a", "b"], level=0.4)
-    assert out.mean == 2.0 and out.ci == (
-        2.0,
-        2.0,
-    )  # aa: 1, ab and ba: 2, bb: 5; the middle half is 2
-    assert mean_interval([1.0, 1.0, 1.0, 5.0], groups=["a", "a", "a", "b"], level=0.9).ci == (
-        1.0,
-        5.0,
-    )
+    # aa: 1, ab and ba: 2, bb: 5; the middle half is 2
+    for level, ci in ((0.4, (2.0, 2.0)), (0.9, (1.0, 5.0))):
+        out = mean_interval([1.0, 1.0, 1.0, 5.0], groups=list("aaab"), level=level)
+        assert out.mean == 2.0 and out.ci == ci
 
 
 @pytest.mark.parametrize("clustered", [False, True])
@@ -104,36 +97,26 @@ def test_the_interval_covers_the_truth_as_often_as_it_promises(clustered):
             groups = np.repeat(np.arange(120), 4)
             difference = rng.normal(0.2, 1, 120)[groups] + rng.normal(0, 0.5, 480)
         else:
-            groups, difference = (
-                None,
-                (rng.random(200) < 0.6).astype(float) - (rng.random(200) < 0.4),
-            )
-        out = paired_bootstrap(
-            np.zeros(len(difference)), difference, groups=groups, resamples=1000, seed=trial
-        )
+            difference = (rng.random(200) < 0.6).astype(float) - (rng.random(200) < 0.4)
+            groups = None
+        how = {"groups": groups, "resamples": 1000, "seed": trial}
+        out = paired_bootstrap(np.zeros(len(difference)), difference, **how)
         hits += out.ci[0] <= 0.2 <= out.ci[1]
-    assert (
-        0.925 <= hits / trials <= 0.97
-    )  # 0.95 +- 3 standard errors of 1000 trials, less 0.005: percentile intervals are a bit narrow
+    # 0.95 +- 3 standard errors of 1000 trials, less 0.005: percentile intervals are a bit narrow
+    assert 0.925 <= hits / trials <= 0.97
 
 
 def test_the_seed_decides_and_memory_blocks_do_not():
     values = np.random.default_rng(8).normal(size=300)
-    assert (
-        mean_interval(values, seed=1)
-        == mean_interval(values, seed=1)
-        != mean_interval(values, seed=2)
-    )
+    first, again, other = (mean_interval(values, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
 
 
 def test_tensors_lists_and_bools_are_numbers():
     a, b = [0, 0, 1, 0], [1, 0, 1, 1]
     expected = paired_bootstrap(np.array(a, float), np.array(b, float))
-    assert (
-        paired_bootstrap(torch.tensor(a).bool(), torch.tensor(b).float())
-        == paired_bootstrap(a, b)
-        == expected
-    )
+    assert paired_bootstrap(torch.tensor(a).bool(), torch.tensor(b).float()) == expected
+    assert paired_bootstrap(a, b) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from flowrl.shapes.verify import FoundShape, partial, strict
 from flowrl.types import MediaContext
 
 EVERY = prompts.all_prompts()
+LEFT_OF = "a red circle left of a blue square"
 CIRCLE = {"shape": "circle", "count": 1, "color": None}
 
 
@@ -31,36 +32,30 @@ CIRCLE = {"shape": "circle", "count": 1, "color": None}
 def test_a_shape_covers_its_area_around_its_centre(shape, area):
     """Half-size 10: a circle of radius 10, a square of side 20, a triangle of base and height 20
     with centroid a third up."""
-    coverage = (1 - render([Object(shape, "black", 31.3, 30.6, 10.0)])[0]) / (
-        1 - COLORS["black"][0]
-    )
+    drawn = render([Object(shape, "black", 31.3, 30.6, 10.0)])[0]
+    coverage = (1 - drawn) / (1 - COLORS["black"][0])
     assert coverage.sum().item() == pytest.approx(area, rel=0.02)
     pixel = torch.arange(64) + 0.5
-    assert (coverage.sum(0) * pixel).sum().item() / coverage.sum().item() == pytest.approx(
-        31.3, abs=0.1
-    )
+    x, y = ((coverage.sum(side) * pixel).sum() / coverage.sum() for side in (0, 1))
     below = {"triangle": 20 / 6}.get(shape, 0.0)  # of the box's middle
-    assert (coverage.sum(1) * pixel).sum().item() / coverage.sum().item() == pytest.approx(
-        30.6 + below, abs=0.15
-    )
+    assert x.item() == pytest.approx(31.3, abs=0.1)
+    assert y.item() == pytest.approx(30.6 + below, abs=0.15)
 
 
 def test_a_triangle_points_up_and_colours_are_exact():
     picture = render([Object("triangle", "green", 32, 32, 10)])
     width = (picture[0] < 0.5).sum(1)
     assert width[23] <= 3 and width[40] >= 18 and bool((width[23:41].diff() >= 0).all())
-    assert torch.allclose(picture[:, 36, 32], torch.tensor(COLORS["green"])) and bool(
-        (picture[:, 0, 0] == 1).all()
-    )
+    assert torch.allclose(picture[:, 36, 32], torch.tensor(COLORS["green"]))
+    assert bool((picture[:, 0, 0] == 1).all())
 
 
 def test_objects_of_a_scene_lie_inside_and_apart_and_hold_their_relation():
     generator = torch.Generator().manual_seed(0)
     for prompt in EVERY[:: len(EVERY) // 200]:
         objects = prompts.scene(prompt, generator)
-        assert Counter(o.shape for o in objects) == sum(
-            (Counter({c["shape"]: c["count"]}) for c in prompt["include"]), Counter()
-        )
+        asked = (Counter({c["shape"]: c["count"]}) for c in prompt["include"])
+        assert Counter(o.shape for o in objects) == sum(asked, Counter())
         assert all(o.size < o.x < 64 - o.size and o.size < o.y < 64 - o.size for o in objects)
         for i, a in enumerate(objects):
             assert all(max(abs(a.x - b.x), abs(a.y - b.y)) >= a.size + b.size for b in objects[:i])
@@ -78,10 +73,8 @@ def test_the_verifier_accepts_what_was_drawn_and_rejects_one_planted_error():
     result = measure(300)
     assert result.accepted >= 0.995, result
     assert result.rejected.keys() == set(ERRORS) and min(result.rejected.values()) >= 0.99, result
-    assert (
-        result.planted["count"] == result.planted["shape"] == 300
-        and result.planted["order"] == 50 < result.planted["colour"]
-    )
+    assert result.planted["count"] == result.planted["shape"] == 300
+    assert result.planted["order"] == 50 < result.planted["colour"]
 
 
 def test_soft_edges_do_not_hide_a_shape():
@@ -101,10 +94,8 @@ def test_planted_errors_are_what_they_say():
     assert plant(prompt, truth, "colour", generator)[0].color not in ("red", "blue")
     assert {len(plant(prompt, truth, "count", generator)) for _ in range(20)} == {1, 3}
     open_color = prompts.find("a circle")
-    assert (
-        plant(open_color, truth[:1], "colour", generator) is None
-        and plant(open_color, truth[:1], "order", generator) is None
-    )
+    for error in ("colour", "order"):
+        assert plant(open_color, truth[:1], error, generator) is None
 
 
 @pytest.mark.parametrize("color", COLORS)
@@ -112,12 +103,8 @@ def test_planted_errors_are_what_they_say():
 def test_every_shape_is_found_in_every_colour_where_it_was_drawn(shape, color):
     (found,) = verify.detect(render([Object(shape, color, 20.0, 40.0, 8.0)])[None])[0]
     assert (found.shape, found.color) == (shape, color)
-    assert (
-        abs(found.x - 20) <= 1
-        and abs(found.y - 40) <= 1
-        and abs(found.width - 16) <= 2
-        and abs(found.height - 16) <= 2
-    )
+    assert (found.x, found.y) == pytest.approx((20, 40), abs=1)
+    assert (found.width, found.height) == pytest.approx((16, 16), abs=2)
 
 
 def test_noise_blank_paper_and_a_half_disc_show_nothing():
@@ -135,15 +122,13 @@ def test_a_scene_at_another_size_scores_as_it_was_drawn(size):
     chosen = EVERY[:: len(EVERY) // 40]
     drawn = torch.stack([render(prompts.scene(p, generator)) for p in chosen])
     scaled = F.interpolate(drawn, (size, size), mode="bilinear", antialias=True)
-    for found, again, prompt in zip(
-        verify.detect(drawn), verify.detect(scaled), chosen, strict=True
-    ):
-        assert strict(found, prompt["include"]) and strict(again, prompt["include"])
-    wrong = verify.detect(scaled.roll(1, 0))  # each picture for another prompt
-    assert (
-        sum(strict(found, p["include"]) for found, p in zip(wrong, chosen, strict=True))
-        < len(chosen) / 4
-    )
+
+    def right(pictures):
+        found = zip(verify.detect(pictures), chosen, strict=True)
+        return sum(strict(objects, p["include"]) for objects, p in found)
+
+    assert right(drawn) == right(scaled) == len(chosen)
+    assert right(scaled.roll(1, 0)) < len(chosen) / 4  # each picture for another prompt
 
 
 def test_a_wide_picture_keeps_its_shapes_and_a_video_is_refused():
@@ -152,9 +137,8 @@ def test_a_wide_picture_keeps_its_shapes_and_a_video_is_refused():
     (found,) = verify.detect(wide)[0]
     assert (found.shape, found.color) == ("circle", "red")
     assert found.x == pytest.approx(32, abs=1) and found.width == pytest.approx(14, abs=2)
-    with pytest.raises(
-        ValueError, match=r"reads images \(B, 3, H, W\), not media of shape \(1, 2, 3, 64, 64\)"
-    ):
+    said = r"reads images \(B, 3, H, W\), not media of shape \(1, 2, 3, 64, 64\)"
+    with pytest.raises(ValueError, match=said):
         verify.detect(torch.ones(1, 2, 3, 64, 64))
 
 
@@ -185,10 +169,9 @@ def test_components_of_a_hand_made_mask():
 
 def seen(*kinds):
     """Objects side by side, from left to right: "red circle" -> Found."""
-    colors_shapes = [kind.split() for kind in kinds]
+    named = enumerate(kind.split() for kind in kinds)
     return [
-        FoundShape(shape, color, 12.0 + 16 * i, 32.0, 14.0, 14.0)
-        for i, (color, shape) in enumerate(colors_shapes)
+        FoundShape(shape, color, 12.0 + 16 * i, 32.0, 14.0, 14.0) for i, (color, shape) in named
     ]
 
 
@@ -196,35 +179,19 @@ def seen(*kinds):
     ("prompt", "objects", "credit"),
     [
         ("two red circles", ["red circle", "red circle"], 1.0),
-        (
-            "two red circles",
-            ["red circle"],
-            (0.5 + 0) / 2,
-        ),  # count term 1 - 1/2; the colour term waits for the right count
-        (
-            "two red circles",
-            ["red circle", "blue circle"],
-            (1 + 0.5) / 2,
-        ),  # count right, one of two in the wrong colour
+        # count term 1 - 1/2; the colour term waits for the right count
+        ("two red circles", ["red circle"], (0.5 + 0) / 2),
+        # count right, one of two in the wrong colour
+        ("two red circles", ["red circle", "blue circle"], (1 + 0.5) / 2),
         ("four blue squares", ["blue square"] * 10, 0.0),  # 1 - 6/4 is floored at 0
         ("a red circle and a blue square", ["red circle", "red square"], (1 + 1 + 1 + 0) / 4),
         ("a circle and a square", ["red circle", "blue triangle"], (1 + 0) / 2),
-        ("a red circle left of a blue square", ["red circle", "blue square"], 1.0),
-        (
-            "a red circle left of a blue square",
-            ["blue square", "red circle"],
-            (1 + 1 + 1 + 1 + 0) / 5,
-        ),  # all but the position
-        (
-            "a red circle left of a blue square",
-            ["red circle", "green square"],
-            (1 + 0 + 1 + 1 + 0) / 5,
-        ),  # no blue square to be left of
-        (
-            "a red circle and a blue circle",
-            ["red circle", "red circle"],
-            (0 + 0 + 0 + 0) / 4,
-        ),  # of one shape, colours count: 2 and 0
+        (LEFT_OF, ["red circle", "blue square"], 1.0),
+        (LEFT_OF, ["blue square", "red circle"], (1 + 1 + 1 + 1 + 0) / 5),  # all but the position
+        # no blue square to be left of
+        (LEFT_OF, ["red circle", "green square"], (1 + 0 + 1 + 1 + 0) / 5),
+        # of one shape, colours count: 2 and 0
+        ("a red circle and a blue circle", ["red circle", "red circle"], (0 + 0 + 0 + 0) / 4),
         ("a purple triangle", [], 0.0),
     ],
 )
@@ -278,36 +245,27 @@ def test_all_six_tasks_of_geneval_are_there_in_both_sets():
     assert len(held) == 128 and len({p["prompt"] for p in held}) > 60
     for chosen in (prompts.train_prompts(), held):
         shares = Counter(p["task"] for p in chosen)
-        assert all(
-            shares[task] == round(share * sum(shares.values()))
-            for task, share in prompts.SHARES.items()
-        )
+        total = sum(shares.values())
+        assert all(shares[task] == round(s * total) for task, s in prompts.SHARES.items())
 
 
 def test_no_held_out_combination_is_trained_on():
     train, held = prompts.train_prompts(), prompts.eval_prompts()
-    assert not {(p["task"], p["combination"]) for p in train} & {
-        (p["task"], p["combination"]) for p in held
-    }
+    combinations = [{(p["task"], p["combination"]) for p in some} for some in (train, held)]
+    assert not combinations[0] & combinations[1]
     assert not {p["prompt"] for p in train} & {p["prompt"] for p in held}
-    both_orders = [
-        prompts.find(t)
-        for t in ("a red circle and a blue square", "a blue square and a red circle")
-    ]
-    assert (
-        len({p["combination"] for p in both_orders}) == 1
-        and len({prompts.held_out(p) for p in both_orders}) == 1
-    )
+    first = prompts.find("a red circle and a blue square")
+    second = prompts.find("a blue square and a red circle")
+    assert first["combination"] == second["combination"]
+    assert prompts.held_out(first) == prompts.held_out(second)
     share = sum(map(prompts.held_out, EVERY)) / len(EVERY)
     assert 0.2 < share < 0.3
 
 
 def test_texts_are_unique_and_an_unknown_one_is_answered_with_near_ones():
     assert len({p["prompt"] for p in EVERY}) == len(EVERY)
-    with pytest.raises(
-        ValueError,
-        match='"a rod circle" is not a prompt of the shapes world; did you mean "a red circle"',
-    ):
+    said = '"a rod circle" is not a prompt of the shapes world; did you mean "a red circle"'
+    with pytest.raises(ValueError, match=said):
         prompts.find("a rod circle")
 
 
@@ -333,28 +291,18 @@ def test_the_decoder_shows_what_the_renderer_drew(policy):
     pictures = torch.stack([render(prompts.scene(p, generator)) for p in chosen])
     with torch.no_grad():
         again = policy.decode(policy.encode_media(pictures))
-    verdicts = [
-        strict(found, p["include"]) for found, p in zip(verify.detect(again), chosen, strict=True)
-    ]
-    assert sum(verdicts) / len(verdicts) >= 0.9
+    found = zip(verify.detect(again), chosen, strict=True)
+    right = sum(strict(objects, p["include"]) for objects, p in found)
+    assert right / len(chosen) >= 0.9
 
 
 def test_the_model_as_shipped_draws_some_prompts_right_and_more_with_guidance(policy):
     """Strict accuracy of 80 held-out images at this seed: 0.30 without guidance, 0.56 with; two
     other seeds 0.28 and 0.34, and 0.56 and 0.58."""
     held, strictly = prompts.eval_prompts(80), rewards.load_set({"shapes": {"reading": "strict"}})
+    how = {"images": 80, "steps": 8, "solver": "euler", "seed": 1, "micro": 128}
     plain, guided = (
-        held_out.evaluate(
-            policy,
-            held,
-            strictly,
-            images=80,
-            steps=8,
-            guidance=g,
-            solver="euler",
-            seed=1,
-            micro=128,
-        ).mean("shapes")
+        held_out.evaluate(policy, held, strictly, guidance=g, **how).mean("shapes")
         for g in ("none", 3.0)
     )
     assert 0.20 < plain < 0.45 and guided > plain + 0.1

@@ -17,14 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flowrl.config import build
 from flowrl.config.load import read_config
 from flowrl.config.schema import Config
 from flowrl.data import scored_dataset
 from flowrl.data.prompts import Prompts, load_prompts
-from flowrl.evaluation.held_out import Sampling
+from flowrl.evaluation.held_out import Sampling, settings_of
 from flowrl.evaluation.suites.contamination import contamination
 from flowrl.evaluation.suites.measure import Measured, MeasureJournal
 from flowrl.evaluation.suites.suite import Suite, Task, load, prepare, run_suite, with_rewards
@@ -123,10 +121,9 @@ def _evaluate(
     """
     weights = build.newest_of(run)  # the run may go on and write another one
     policy = build.load_tuned(cfg, weights)
-    sampling = sampling_of(
-        task.suite, cfg, seed=options.seed, device=policy.device, rlg=options.rlg
-    )
-    sampling = replace(sampling, world=world)
+    fixed = {key: getattr(task.suite, key) for key in ("steps", "guidance", "solver")}
+    how = settings_of(cfg, **fixed, seed=options.seed, rlg=options.rlg)
+    sampling = Sampling(**how, autocast=build.autocast(cfg, policy.device), world=world)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     guidances = [sampling.guidance, baseline or "none"]
     for guidance in guidances:
@@ -173,24 +170,6 @@ def _config_of(run: Path) -> Config:
         logger.warning(note)
     checkpoint.latest(run)
     return read_config(path)
-
-
-def sampling_of(
-    suite: Suite, cfg: Config, *, seed: int, device: torch.device, rlg: float | None = None
-) -> Sampling:
-    """Sample as the suite says, and for the rest as the run's own evaluation."""
-    e = cfg.eval
-    guidance = e.guidance if suite.guidance is None else suite.guidance
-    return Sampling(
-        steps=suite.steps or e.steps,
-        guidance=guidance,
-        solver=suite.solver or e.solver,
-        seed=seed,
-        rlg=e.rlg if rlg is None else rlg,
-        micro=cfg.batch.micro,
-        decode=cfg.batch.decode,
-        autocast=build.autocast(cfg, device),
-    )
 
 
 def _key(task: Task, cfg: Config, sampling: Sampling, baseline: float | str | None) -> str:
