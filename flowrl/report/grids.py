@@ -56,27 +56,26 @@ def grid(
     media: Tensor,
     captions: Sequence[str] | None = None,
     *,
-    verdicts: Verdicts | None = None,
     columns: int = 8,
     cell: int = 128,
 ) -> Image.Image:
     """Put B images on a contact sheet, a caption under each.
 
     media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown, or what else is
-    `drawable`. verdicts: True and False draw a green or red edge. cell: pixels a side of one
-    picture; whole-number enlargements keep small pictures crisp.
+    `drawable`. cell: pixels a side of one picture; whole-number enlargements keep small pictures
+    crisp.
     """
     pictures = _pictures(media, cell)
     count = len(pictures)
     if not count:
         raise ValueError("a grid needs at least one image")
-    _check_lengths(count, captions=captions, verdicts=verdicts)
+    _check_lengths(count, captions=captions)
     step = cell + PAD, cell + _caption_height(cell, captions) + PAD
     layout = Layout(columns=min(columns, count), corner=(PAD, PAD), step=step)
     sheet, font = layout.sheet(count), _font(cell)
     for i, picture in enumerate(pictures):
         x, y = layout.place(i)
-        _paste(sheet, picture, (x, y), cell, None if verdicts is None else verdicts[i])
+        _paste(sheet, picture, (x, y), cell)
         if captions is not None:
             _write(sheet, captions[i], (x, y + cell + 4), cell, font)
     return sheet
@@ -88,12 +87,14 @@ def before_after(
     prompts: Sequence[str],
     *,
     verdicts: tuple[Verdicts, Verdicts] | None = None,
-    labels: tuple[str, str] = ("before", "after"),
     columns: int = 4,
     cell: int = 128,
 ) -> Image.Image:
     """Put pairs side by side (same prompt, same noise), labelled, with the prompt under each pair.
-    before, after: (B, 3, H, W), or what else is `drawable`, on one scale."""
+
+    before, after: (B, 3, H, W), or what else is `drawable`, on one scale. verdicts: of both sides;
+    True and False draw a green or red edge.
+    """
     count = len(before)
     if not count:
         raise ValueError("a before/after grid needs at least one pair")
@@ -107,7 +108,7 @@ def before_after(
     step = 2 * cell + PAD + GAP, cell + _caption_height(2 * cell, prompts) + PAD
     layout = Layout(columns=min(columns, count), corner=(GAP, _line_height(font) + 7), step=step)
     sheet = layout.sheet(count, below=GAP)
-    _label_sides(sheet, layout, labels, cell)
+    _label_sides(sheet, layout, cell)
     for i, prompt in enumerate(prompts):
         x, y = layout.place(i)
         for side, pictures in enumerate(sides):
@@ -117,11 +118,11 @@ def before_after(
     return sheet
 
 
-def _label_sides(sheet: Image.Image, layout: Layout, labels: tuple[str, str], cell: int) -> None:
-    """Write the two labels above each column of pairs; the first one is faint."""
+def _label_sides(sheet: Image.Image, layout: Layout, cell: int) -> None:
+    """Write "before" and "after" above each column of pairs; the first one is faint."""
     draw, font = ImageDraw.Draw(sheet), _font(cell)
     for column in range(layout.columns):
-        for side, (label, colour) in enumerate(zip(labels, (FAINT, INK), strict=True)):
+        for side, (label, colour) in enumerate((("before", FAINT), ("after", INK))):
             middle = layout.place(column)[0] + side * (cell + PAD) + cell / 2
             draw.text((middle, 6), label, fill=colour, font=font, anchor="ma")
 
@@ -157,7 +158,7 @@ def _paste(
     picture: Image.Image,
     corner: tuple[int, int],
     cell: int,
-    verdict: bool | None,
+    verdict: bool | None = None,
 ) -> None:
     """Put a picture in the middle of its cell, with an edge where there is a verdict."""
     x, y = corner[0] + (cell - picture.width) // 2, corner[1] + (cell - picture.height) // 2

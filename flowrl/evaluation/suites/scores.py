@@ -67,16 +67,14 @@ class Cells:
         return int((self.count.sum(1) > 0).sum())
 
 
-def design(
-    texts: Sequence[str], strata: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
-) -> Design:
+def design(texts: Sequence[str], strata: Sequence[str]) -> Design:
     """Make equal texts of a stratum one cluster, which is drawn within the stratum."""
     pairs = list(zip(strata, texts, strict=True))
     place = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
     return Design(
         cluster=np.array([place[pair] for pair in pairs]),
         clusters=len(place),
-        resample=by_stratum([stratum for stratum, _ in place], resamples=resamples, seed=seed),
+        resample=by_stratum([stratum for stratum, _ in place], resamples=RESAMPLES, seed=0),
     )
 
 

@@ -110,7 +110,7 @@ def problem(error: ValidationError) -> str:
     return f"{place}{given}: {first['msg']}"
 
 
-def shortened(value: Any, most: int = 60) -> str:
-    """Write a value as a message shows it, cut off after `most` letters."""
+def shortened(value: Any) -> str:
+    """Write a value as a message shows it, cut off after 60 letters."""
     text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
