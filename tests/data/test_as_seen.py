@@ -27,6 +27,11 @@ def colours(path):
     return tuple(pixels.shape[1:]), at
 
 
+def distance(path, colour):
+    """How far the colour at the top left is from this one, in bytes."""
+    return np.abs(np.array(colours(path)[1][0]) - colour).max()
+
+
 def corners(height=16, width=32):
     """Red at the top left, green at the top right, blue at the bottom left, black elsewhere."""
     pixels = np.zeros((height, width, 3), np.uint8)
@@ -200,12 +205,10 @@ SRGB = ((0.4361, 0.2225, 0.0139), (0.3851, 0.7169, 0.0971), (0.1431, 0.0606, 0.7
 
 def shown(colour, primaries, gamma):
     """sRGB bytes of a colour (3) of a profile, by the matrices and curves themselves."""
-    linear = (
-        np.linalg.inv(np.array(SRGB).T) @ np.array(primaries).T @ (np.array(colour) / 255) ** gamma
-    )
-    linear = linear.clip(0, 1)
+    xyz = np.array(primaries).T @ (np.array(colour) / 255) ** gamma
+    linear = (np.linalg.inv(np.array(SRGB).T) @ xyz).clip(0, 1)
     curve = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
-    return 255 * curve  # fmt: skip
+    return 255 * curve
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_a_colour_of_display_p3_is_the_srgb_colour_that_a_screen_shows(tmp_path,
     image = image.quantize(2) if name == "p.png" else image
     image.save(tmp_path / name, icc_profile=profile(P3, gamma), **how)
     expected = shown(colour, P3, gamma)
-    assert np.abs(np.array(colours(tmp_path / name)[1][0]) - expected).max() <= 2
+    assert distance(tmp_path / name, expected) <= 2
     assert np.abs(expected - colour).max() > 8  # the bytes alone are another colour
     assert media.depends_on_reader(tmp_path / name)
 
@@ -227,17 +230,11 @@ def test_a_colour_of_display_p3_is_the_srgb_colour_that_a_screen_shows(tmp_path,
 def test_transparent_grey_and_16_bit_pictures_have_profiles_too(tmp_path):
     image = Image.new("RGBA", (8, 8), (200, 120, 80, 255))
     image.save(tmp_path / "a.png", icc_profile=profile(P3, 2.2))
-    assert (
-        np.abs(np.array(colours(tmp_path / "a.png")[1][0]) - shown((200, 120, 80), P3, 2.2)).max()
-        < 3
-    )
+    assert distance(tmp_path / "a.png", shown((200, 120, 80), P3, 2.2)) < 3
     expected = shown((100, 100, 100), SRGB, 1.0)  # a linear grey
-    for name, grey in (
-        ("g", Image.new("L", (8, 8), 100)),
-        ("i", Image.new("I;16", (8, 8), 100 * 257)),
-    ):
-        grey.save(tmp_path / f"{name}.png", icc_profile=profile(gamma=1.0))
-        assert np.abs(np.array(colours(tmp_path / f"{name}.png")[1][0]) - expected).max() <= 2
+    for mode, grey in (("L", 100), ("I;16", 100 * 257)):
+        Image.new(mode, (8, 8), grey).save(tmp_path / "b.png", icc_profile=profile(gamma=1.0))
+        assert distance(tmp_path / "b.png", expected) <= 2
 
 
 @pytest.mark.parametrize("own", [b"rubbish", profile(gamma=1.0)])
@@ -256,7 +253,7 @@ def test_the_profile_of_srgb_changes_no_byte(tmp_path):
 
 def test_inks_are_seen_as_colours(tmp_path):
     Image.new("CMYK", (16, 16), (0, 200, 200, 0)).save(tmp_path / "a.jpg", quality=100)
-    assert np.abs(np.array(colours(tmp_path / "a.jpg")[1][0]) - (255, 55, 55)).max() <= 2
+    assert distance(tmp_path / "a.jpg", (255, 55, 55)) <= 2
 
 
 @pytest.mark.parametrize("level", [0, 128, 40000, 65535])
@@ -270,9 +267,8 @@ def test_pixels_of_unknown_range_and_high_dynamic_range_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"of mode {mode}, whose range is not known"):
             media.from_pil(Image.new(mode, (8, 8)))
     film(tmp_path / "a.mp4", corners(), "libx264", "yuv444p", curve=16)
-    with pytest.raises(
-        ValueError, match=r"a.mp4 cannot be read: it has a high dynamic range \(PQ\)"
-    ):
+    said = r"a.mp4 cannot be read: it has a high dynamic range \(PQ\)"
+    with pytest.raises(ValueError, match=said):
         media.read_frames(tmp_path / "a.mp4")
 
 
@@ -313,7 +309,5 @@ def test_the_version_of_the_reader_is_in_the_identity_where_it_matters(tmp_path,
     inside = PictureCell("a.parquet, row 1", "image", "1", tmp_path, dict)
     assert identity.of_reader({"prompts": [{"prompt": "x", "image": inside}]}, []) == now["reader"]
     monkeypatch.setattr(identity.as_seen, "READER", "3")
-    assert (
-        "(2 -> 3)"
-        in identity.differences(now, {"reader": identity.of_reader({}, [clear])}, tmp_path)[0]
-    )
+    later = {"reader": identity.of_reader({}, [clear])}
+    assert "(2 -> 3)" in identity.differences(now, later, tmp_path)[0]

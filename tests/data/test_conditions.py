@@ -82,9 +82,8 @@ def test_pictures_that_cannot_be_read_are_named_with_their_line_before_a_model_l
     monkeypatch.setitem(sys.modules, "av", None)  # not installed
     (tmp_path / "moving.mp4").write_bytes(b"any")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "video": "moving.mp4"}))
-    with pytest.raises(
-        ValueError, match=r'line 1: "video": reading moving.mp4 needs .*flowrl.video'
-    ):
+    said = r'line 1: "video": reading moving.mp4 needs .*flowrl.video'
+    with pytest.raises(ValueError, match=said):
         load_prompts(path)
 
 
@@ -218,13 +217,11 @@ def test_prompts_with_and_without_a_condition_are_refused_in_any_order():
     case = cases()["sd15"]
     policy = flowrl.load_policy(case.make(), **case.call)
     for given in ([{}, {"negative_prompt": "blur"}], [{"negative_prompt": "blur"}, {}]):
-        with pytest.raises(
-            ValueError, match="prompts have the condition negative_prompt and other"
-        ):
+        said = "prompts have the condition negative_prompt and other"
+        with pytest.raises(ValueError, match=said):
             flowrl.generate(policy, ["a", "b"], steps=1, conditions=given)
-    both = flowrl.generate(
-        policy, ["a", "b"], steps=2, conditions=[{"negative_prompt": t} for t in ("", "blur")]
-    )
+    negative = [{"negative_prompt": text} for text in ("", "blur")]
+    both = flowrl.generate(policy, ["a", "b"], steps=2, conditions=negative)
     alone = flowrl.generate(policy, "a", steps=2, conditions=[{"negative_prompt": ""}])
     assert torch.allclose(both[0], alone[0], atol=1e-4)
     with pytest.raises(ValueError, match="guidance_scale is one for all prompts: the sampler"):
