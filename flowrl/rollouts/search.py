@@ -82,33 +82,33 @@ class Search:
                 )
 
 
-def searched(asked: SampleRequest, rewards: RewardSet, how: Search) -> BestSamples:
+def searched(request: SampleRequest, rewards: RewardSet, how: Search) -> BestSamples:
     """Find the best samples of the prompts asked for; too few calls -> ValueError."""
     ways: dict[str, Callable[[Candidates, Search], None]] = {
         "random": random,
         "zero_order": zero_order,
         "tree": tree,
     }
-    counted = Candidates(asked, rewards)
+    counted = Candidates(request, rewards)
     ways[how.how](counted, how)
     return counted.found()
 
 
 def random(made: Candidates, how: Search) -> None:
     """Make as many candidates from fresh noise as the calls buy (best-of-N)."""
-    fresh(made, affordable(made.asked, how), made.asked.path)
+    fresh(made, affordable(made.request, how), made.request.path)
 
 
 def zero_order(made: Candidates, how: Search) -> None:
     """Move the best noise of a prompt to the best of its neighbours, where one is better."""
-    asked, left = made.asked, affordable(made.asked, how) - 1
-    prompts = torch.arange(len(asked.texts))
-    pivot = made.noise(asked.names(prompts, torch.zeros_like(prompts)))
+    request, left = made.request, affordable(made.request, how) - 1
+    prompts = torch.arange(len(request.texts))
+    pivot = made.noise(request.names(prompts, torch.zeros_like(prompts)))
     score, rounds = walk(made, pivot[:, None], 0)[:, 0], 0
     while left:
         count, rounds = min(how.neighbours, left), rounds + 1
-        names = keys.key(asked.seed, "neighbour", rounds, prompts[:, None], torch.arange(count))
-        own = noise_of(asked.policy)(names.flatten()).unflatten(0, names.shape)
+        names = keys.key(request.seed, "neighbour", rounds, prompts[:, None], torch.arange(count))
+        own = noise_of(request.policy)(names.flatten()).unflatten(0, names.shape)
         near = neighbours(pivot, own, how.radius)
         found, place = walk(made, near, rounds).max(1)
         better = expand(found > score, pivot).to(pivot.device)
@@ -124,32 +124,32 @@ def neighbours(pivot: Tensor, own: Tensor, radius: float) -> Tensor:
 def walk(made: Candidates, noise: Tensor, number: int) -> Tensor:
     """Finish and score the noise of a round (P, n, *L) -> (P, n)."""
     whose = torch.arange(len(noise)).repeat_interleave(noise.shape[1])
-    names = keys.key(made.asked.seed, "round", number, torch.arange(len(whose)))
+    names = keys.key(made.request.seed, "round", number, torch.arange(len(whose)))
     x = made.start(noise.flatten(0, 1), whose)
-    return made.offer(made.grow(made.asked.path, x, whose, names), whose).view(noise.shape[:2])
+    return made.offer(made.grow(made.request.path, x, whose, names), whose).view(noise.shape[:2])
 
 
 def tree(made: Candidates, how: Search) -> None:
     """Fork sampling paths on their way, and let the best ones go on."""
-    asked = made.asked
-    forks = forks_of(asked, how)
-    sigmas = asked.policy.schedule(asked.steps).sigmas.double().cpu()
-    stages = [stage(sigmas[k:], how, asked) for k in forks]
-    spent = how.keep * asked.unit * sum(plan.nfe(path) for path in stages)
-    count = (how.calls - spent) // asked.cost
+    request = made.request
+    forks = forks_of(request, how)
+    sigmas = request.policy.schedule(request.steps).sigmas.double().cpu()
+    stages = [stage(sigmas[k:], how, request) for k in forks]
+    spent = how.keep * request.unit * sum(plan.nfe(path) for path in stages)
+    count = (how.calls - spent) // request.cost
     if count < how.keep:
-        least = spent + how.keep * asked.cost
+        least = spent + how.keep * request.cost
         raise ValueError(
             f"search calls={how.calls} are too few for a tree of keep={how.keep},"
             f" children={how.children} and forks={list(forks)}, which needs {least}; give so many,"
             " or make it smaller"
         )
-    prompts = len(asked.texts)
-    score, states = fresh(made, count, keeping(asked.path, sigmas[list(forks)]))
+    prompts = len(request.texts)
+    score, states = fresh(made, count, keeping(request.path, sigmas[list(forks)]))
     for number, path in enumerate(stages):
         score, states = best(score, states, how.keep)
         whose = torch.arange(prompts).repeat_interleave(how.keep)
-        names = keys.key(asked.seed, "fork", number, torch.arange(len(whose)))
+        names = keys.key(request.seed, "fork", number, torch.arange(len(whose)))
         path = keeping(path, sigmas[list(forks[number + 1 :])])
         grown = made.grow(path, states[:, :, 0].flatten(0, 1), whose, names)
         own = made.offer(grown, whose.repeat_interleave(how.children))
@@ -159,27 +159,27 @@ def tree(made: Candidates, how: Search) -> None:
         states = torch.cat([states[:, :, 1:], after], 1)
 
 
-def forks_of(asked: SampleRequest, how: Search) -> tuple[int, ...]:
+def forks_of(request: SampleRequest, how: Search) -> tuple[int, ...]:
     """The steps at which paths fork, in ascending order; the last step has no noise to fork
     with."""
-    last = asked.path.edges - 2
+    last = request.path.edges - 2
     if last < 0:
         raise ValueError("search how=tree forks before the last step, and steps=1; use 2 or more")
     if how.forks is None:
-        return tuple(sorted({min(asked.path.edges * i // 3, last) for i in (1, 2)}))
+        return tuple(sorted({min(request.path.edges * i // 3, last) for i in (1, 2)}))
     found = tuple(sorted(set(how.forks)))
     if not found or found[0] < 0 or found[-1] > last:
         raise ValueError(
             f"search forks={list(how.forks)} should be steps from 0 to {last}, the last but one of"
-            f" steps={asked.path.edges}"
+            f" steps={request.path.edges}"
         )
     return found
 
 
-def stage(sigmas: Tensor, how: Search, asked: SampleRequest) -> Plan:
+def stage(sigmas: Tensor, how: Search, request: SampleRequest) -> Plan:
     """The plan of the children of a state at sigmas[0], each finished by ODE."""
     path = plan.fan(sigmas, steps=[0], children=how.children, eta=how.eta)
-    return replace(path, solver=asked.solver)
+    return replace(path, solver=request.solver)
 
 
 def keeping(path: Plan, sigmas: Tensor) -> Plan:
@@ -190,9 +190,9 @@ def keeping(path: Plan, sigmas: Tensor) -> Plan:
 def fresh(made: Candidates, count: int, path: Plan) -> tuple[Tensor, Tensor]:
     """Make `count` samples of each prompt from noise of their own -> scores (P, count), and the F
     states that the plan keeps of each (P, count, F, *L)."""
-    prompts = len(made.asked.texts)
+    prompts = len(made.request.texts)
     whose = torch.arange(prompts).repeat_interleave(count)
-    names = made.asked.names(whose, torch.arange(count).repeat(prompts))
+    names = made.request.names(whose, torch.arange(count).repeat(prompts))
     grown = made.grow(path, made.start(made.noise(names), whose), whose, names)
     states = grown.states[grown.src].unflatten(0, (prompts, count, int(path.trained.sum())))
     return made.offer(grown, whose).view(prompts, count), states
@@ -205,12 +205,12 @@ def best(score: Tensor, states: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return score.gather(1, order), states[torch.arange(len(score))[:, None], order]
 
 
-def affordable(asked: SampleRequest, how: Search) -> int:
+def affordable(request: SampleRequest, how: Search) -> int:
     """How many samples the calls buy; fewer than two -> ValueError."""
-    count = how.calls // asked.cost
+    count = how.calls // request.cost
     if count < 2:
         raise ValueError(
-            f"search calls={how.calls} buy {count} samples of {asked.cost} network calls each, and"
-            f" a search needs two; give {2 * asked.cost} or more"
+            f"search calls={how.calls} buy {count} samples of {request.cost} network calls each,"
+            f" and a search needs two; give {2 * request.cost} or more"
         )
     return count

@@ -80,18 +80,18 @@ def design(texts: Sequence[str], strata: Sequence[str]) -> Design:
 
 def cells(
     columns: Mapping[str, np.ndarray],
-    chosen: Design,
+    resampling: Design,
     questions: Mapping[str, np.ndarray] | None = None,
 ) -> Cells:
     """Sum up by cluster each category's values (P, n), NaN where a prompt has none.
 
     questions: category -> (P,), how many answers each value is the mean of.
     """
-    total, count = np.zeros((2, chosen.clusters, len(columns)))
+    total, count = np.zeros((2, resampling.clusters, len(columns)))
     for k, (name, values) in enumerate(columns.items()):
         size = np.ones(len(values)) if questions is None else questions[name]
-        np.add.at(total[:, k], chosen.cluster, size * np.nansum(values, 1))
-        np.add.at(count[:, k], chosen.cluster, size * np.isfinite(values).sum(1))
+        np.add.at(total[:, k], resampling.cluster, size * np.nansum(values, 1))
+        np.add.at(count[:, k], resampling.cluster, size * np.isfinite(values).sum(1))
     return Cells(names=list(columns), total=total, count=count)
 
 
@@ -108,19 +108,21 @@ def statistic(data: Cells, resample: Resample, rule: Rule) -> np.ndarray:
     return means.mean(1) if len(means) == 1 else _nanmean(means)
 
 
-def score(data: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0) -> dict[str, Any]:
+def score(
+    data: Cells, resampling: Design, rule: Rule = "mean", scale: float = 1.0
+) -> dict[str, Any]:
     """Score values -> {"mean" (None where nothing is known), "ci" (95%; None where fewer than two
     prompts have values), "n" values, "prompts"}."""
     mean, ci = statistic(data, everything, rule)[0], None
     known = math.isfinite(mean)
     if known and data.prompts > 1:
-        ci = list(percentile_interval(scale * statistic(data, chosen.resample, rule)))
+        ci = list(percentile_interval(scale * statistic(data, resampling.resample, rule)))
     said = scale * float(mean) if known else None
     return {"mean": said, "ci": ci, "n": data.values, "prompts": data.prompts}
 
 
 def difference(
-    before: Cells, after: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0
+    before: Cells, after: Cells, resampling: Design, rule: Rule = "mean", scale: float = 1.0
 ) -> dict[str, Any] | None:
     """Compare two sides on the same resamples -> {"difference" (after - before), "ci", "p"
     (two-sided, of "no difference"), "n", "prompts"}; None where a side is unknown."""
@@ -129,7 +131,7 @@ def difference(
         return None
     ci, p = None, None
     if before.prompts > 1:
-        first, second = (statistic(side, chosen.resample, rule) for side in (before, after))
+        first, second = (statistic(side, resampling.resample, rule) for side in (before, after))
         drawn = second - first
         ci, p = list(percentile_interval(scale * drawn)), p_value(drawn)
     said = {"difference": scale * float(value), "ci": ci, "p": p}

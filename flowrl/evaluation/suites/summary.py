@@ -40,14 +40,14 @@ def summary(task: Task, measured: dict[str, Measured], most: int) -> dict[str, A
     """Sum up what was measured -> {"rows", "paired"}; paired: other row -> differences of "tuned"
     to it. most: the longest best-of-N curve."""
     strata = task.categories or [""] * len(task.prompts)
-    chosen = design([p["prompt"] for p in task.prompts], strata)
+    resampling = design([p["prompt"] for p in task.prompts], strata)
     readings = _readings(list(measured.values()), task)
-    rows = [_row(task, chosen, name, row, readings, most) for name, row in measured.items()]
+    rows = [_row(task, resampling, name, row, readings, most) for name, row in measured.items()]
     others = {name: row for name, row in measured.items() if name != "tuned"}
     return {
         "rows": rows,
         "paired": {
-            name: _paired(task, chosen, row, measured["tuned"], readings)
+            name: _paired(task, resampling, row, measured["tuned"], readings)
             for name, row in others.items()
         },
     }
@@ -73,37 +73,37 @@ def _readings(measured: Sequence[Measured], task: Task) -> list[str]:
     return [headline, *kept]
 
 
-def split(task: Task, chosen: Design, reading: str, values: Values) -> Split:
+def split(task: Task, resampling: Design, reading: str, values: Values) -> Split:
     """Sum a reading up: the suite's rewards by its rule, others by the mean of images."""
     by_rule = reading.partition("/")[0] in task.suite.rewards
     rule: Rule = task.suite.aggregate if by_rule else "mean"
     scale = task.suite.scale if by_rule else 1.0
     if task.suite.category == BY_QUESTION:
-        return _by_question(task, chosen, reading, values, rule, scale)
+        return _by_question(task, resampling, reading, values, rule, scale)
     if task.categories is None:
-        whole = cells({"": values[reading]}, chosen)
+        whole = cells({"": values[reading]}, resampling)
         return Split(overall=whole, rule="mean", scale=scale)
     member = np.array(task.categories)
     columns = {
         name: np.where((member == name)[:, None], values[reading], np.nan)
         for name in dict.fromkeys(task.categories)
     }
-    categories = cells(columns, chosen)
+    categories = cells(columns, resampling)
     return Split(overall=categories, rule=rule, scale=scale, categories=categories)
 
 
 def _by_question(
-    task: Task, chosen: Design, reading: str, values: Values, rule: Rule, scale: float
+    task: Task, resampling: Design, reading: str, values: Values, rule: Rule, scale: float
 ) -> Split:
     """Sum up a checklist's score, and its answers by the dimensions of its questions."""
-    whole = cells({"": values[reading]}, chosen)
+    whole = cells({"": values[reading]}, resampling)
     begin = f"{reading}/{DIMENSION}"
     columns = {
         name.removeprefix(begin): value for name, value in values.items() if name.startswith(begin)
     }
     if not columns:
         return Split(overall=whole, rule="mean", scale=scale)
-    details = cells(columns, chosen, {name: _questions(task, name) for name in columns})
+    details = cells(columns, resampling, {name: _questions(task, name) for name in columns})
     categories = details.merged(lambda name: name.partition("-")[0].strip())
     overall = categories if rule == "category_mean" else whole
     return Split(overall=overall, rule=rule, scale=scale, categories=categories, details=details)
@@ -116,20 +116,24 @@ def _questions(task: Task, dimension: str) -> np.ndarray:
 
 
 def _row(
-    task: Task, chosen: Design, name: str, measured: Measured, readings: list[str], most: int
+    task: Task, resampling: Design, name: str, measured: Measured, readings: list[str], most: int
 ) -> dict[str, Any]:
     """What a record says of one setting."""
     values = measured.values
     missing = {reading: int(np.isnan(values[reading]).sum()) for reading in readings}
-    diversity = {kind: cells({"": d[:, None]}, chosen) for kind, d in measured.diversity.items()}
+    diversity = {
+        kind: cells({"": d[:, None]}, resampling) for kind, d in measured.diversity.items()
+    }
     return {
         "name": name,
         "images": len(task.prompts) * task.suite.images,
         "nfe": measured.nfe,
-        **_scores({reading: split(task, chosen, reading, values) for reading in readings}, chosen),
+        **_scores(
+            {reading: split(task, resampling, reading, values) for reading in readings}, resampling
+        ),
         "invalid": {reading: count for reading, count in missing.items() if count},
-        "diversity": {kind: score(distances, chosen) for kind, distances in diversity.items()},
-        "best_of": _curve(task, chosen, values, most),
+        "diversity": {kind: score(distances, resampling) for kind, distances in diversity.items()},
+        "best_of": _curve(task, resampling, values, most),
         "answers": measured.answers,
         "values": {reading: _rounded(rows) for reading, rows in values.items()},
         "guidance": measured.guidance,
@@ -137,22 +141,22 @@ def _row(
     }
 
 
-def _scores(splits: dict[str, Split], chosen: Design) -> dict[str, Any]:
+def _scores(splits: dict[str, Split], resampling: Design) -> dict[str, Any]:
     """Scores of each reading: overall, by category, and below categories."""
 
     def by_part(table: Cells, scale: float) -> dict[str, Any]:
-        return {part: score(table.only(part), chosen, scale=scale) for part in table.names}
+        return {part: score(table.only(part), resampling, scale=scale) for part in table.names}
 
     out: dict[str, Any] = {"scores": {}, "categories": {}, "details": {}}
     for reading, s in splits.items():
-        out["scores"][reading] = score(s.overall, chosen, s.rule, s.scale)
+        out["scores"][reading] = score(s.overall, resampling, s.rule, s.scale)
         for level, table in (("categories", s.categories), ("details", s.details)):
             if table is not None:
                 out[level][reading] = by_part(table, s.scale)
     return out
 
 
-def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[str, Any]]:
+def _curve(task: Task, resampling: Design, values: Values, most: int) -> list[dict[str, Any]]:
     """The suite's score of the best of N images by the headline, N = 1..most, each summed up as the
     headline is."""
     headline = task.suite.headline
@@ -162,13 +166,13 @@ def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[s
     curve = []
     for n in range(most):
         of_n = {name: column[:, n : n + 1] for name, column in best.items()}
-        s = split(task, chosen, headline, of_n)
-        curve.append(score(s.overall, chosen, s.rule, s.scale))
+        s = split(task, resampling, headline, of_n)
+        curve.append(score(s.overall, resampling, s.rule, s.scale))
     return curve
 
 
 def _paired(
-    task: Task, chosen: Design, before: Measured, after: Measured, readings: list[str]
+    task: Task, resampling: Design, before: Measured, after: Measured, readings: list[str]
 ) -> dict[str, Any]:
     """The differences after - before of each reading, overall and by category, over images that
     both have; and of each kind of diversity."""
@@ -180,22 +184,22 @@ def _paired(
     first, second = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
     out: dict[str, Any] = {"scores": {}, "categories": {}, "diversity": {}}
     for reading in readings:
-        a, b = split(task, chosen, reading, first), split(task, chosen, reading, second)
-        out["scores"][reading] = difference(a.overall, b.overall, chosen, a.rule, a.scale)
+        a, b = split(task, resampling, reading, first), split(task, resampling, reading, second)
+        out["scores"][reading] = difference(a.overall, b.overall, resampling, a.rule, a.scale)
         if (old := a.categories) is not None and (new := b.categories) is not None:
             out["categories"][reading] = {
-                part: difference(old.only(part), new.only(part), chosen, scale=a.scale)
+                part: difference(old.only(part), new.only(part), resampling, scale=a.scale)
                 for part in old.names
             }
     for kind, distances in after.diversity.items():
-        out["diversity"][kind] = _difference(before.diversity[kind], distances, chosen)
+        out["diversity"][kind] = _difference(before.diversity[kind], distances, resampling)
     return out
 
 
-def _difference(before: np.ndarray, after: np.ndarray, chosen: Design) -> dict[str, Any] | None:
+def _difference(before: np.ndarray, after: np.ndarray, resampling: Design) -> dict[str, Any] | None:
     """The difference of two columns with one value a prompt, (P,)."""
-    a, b = (cells({"": column[:, None]}, chosen) for column in common(before, after))
-    return difference(a, b, chosen)
+    a, b = (cells({"": column[:, None]}, resampling) for column in common(before, after))
+    return difference(a, b, resampling)
 
 
 def _rounded(rows: np.ndarray) -> list[list[float | None]]:

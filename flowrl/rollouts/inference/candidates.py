@@ -117,66 +117,66 @@ class BestSamples:
 
 
 class Candidates:
-    """Samples the prompts of `asked` again and again; `best` and `score` hold the best so far."""
+    """Samples the prompts of `request` again and again; `best` and `score` hold the best so far."""
 
-    def __init__(self, asked: SampleRequest, rewards: RewardSet) -> None:
-        policy = asked.policy
-        self.asked, self.rewards = asked, rewards.beside(policy)
+    def __init__(self, request: SampleRequest, rewards: RewardSet) -> None:
+        policy = request.policy
+        self.request, self.rewards = request, rewards.beside(policy)
         self.ledger = Ledger(policy.device)
-        self.cond, self.rows = encoded(policy, asked.texts, asked.conditions)
+        self.cond, self.rows = encoded(policy, request.texts, request.conditions)
         self.velocity = velocity_of(
-            policy, self.cond, guidance=asked.guidance, ledger=self.ledger, rlg=asked.rlg
+            policy, self.cond, guidance=request.guidance, ledger=self.ledger, rlg=request.rlg
         )
-        self.best: list[Tensor | None] = [None] * len(asked.texts)
-        self.score = torch.full((len(asked.texts),), -torch.inf)
+        self.best: list[Tensor | None] = [None] * len(request.texts)
+        self.score = torch.full((len(request.texts),), -torch.inf)
         self.first = self.score.clone()
         self.made, self.calls = 0, policy.calls
 
     def noise(self, names: Tensor) -> Tensor:
         """Noise (n, *L) of candidates by their keys (n,), as `generation.sample` makes it."""
         zero = torch.zeros_like(names)
-        roots = NodeKeys(self.asked.path, zero, names, zero, 0).noise_root
-        return noise_of(self.asked.policy)(roots.flatten())
+        roots = NodeKeys(self.request.path, zero, names, zero, 0).noise_root
+        return noise_of(self.request.policy)(roots.flatten())
 
     def start(self, noise: Tensor, whose: Tensor) -> Tensor:
         """Noise (n, *L) -> the states from which samples of these prompts start."""
-        sigma = self.asked.path.sigma.max().item()
-        return self.asked.policy.start(noise, sigma=sigma, cond=self.cond, rows=self.rows[whose])
+        sigma = self.request.path.sigma.max().item()
+        return self.request.policy.start(noise, sigma=sigma, cond=self.cond, rows=self.rows[whose])
 
     def grow(self, path: Plan, x: Tensor, whose: Tensor, names: Tensor) -> Rollout:
         """Follow a copy of a plan from each state x (n, *L), for prompts `whose` (n,).
 
         names: (n,) keys of the noise on their way, all different: equal ones would share it.
         """
-        asked = self.asked
+        request = self.request
         return tree.grow(
             self.velocity,
-            noise_of(asked.policy),
+            noise_of(request.policy),
             path,
-            shape=asked.policy.latent_shape,
+            shape=request.policy.latent_shape,
             rows=self.rows[whose],
             prompt_keys=names,
             copies=torch.zeros_like(names),
             init=lambda noise, rows: x,
-            micro=asked.policy.states(asked.micro, asked.guidance),
+            micro=request.policy.states(request.micro, request.guidance),
         )
 
     def offer(self, grown: Rollout, whose: Tensor) -> Tensor:
         """Score the leaves of a rollout, of prompts `whose` (n,) -> (n,) fp32 on the CPU, -inf: it
         failed. The first candidate of a prompt is kept, and then whatever scores higher."""
-        asked, scores = self.asked, []
+        request, scores = self.request, []
         sigma = grown.state_sigma[grown.leaf]
         chunks = media_of(
-            asked.policy,
+            request.policy,
             grown.leaves,
             sigma,
             (self.cond, self.rows[whose]),
-            decode=asked.decode,
+            decode=request.decode,
             ledger=self.ledger,
         )
         for rows, media in chunks:
             members = whose[rows].tolist()
-            scores.append(asked.scores(media, members, self.rewards))
+            scores.append(request.scores(media, members, self.rewards))
             for p, item, value in zip(members, media, scores[-1], strict=True):
                 if self.best[p] is None:
                     self.first[p] = value
@@ -193,5 +193,5 @@ class Candidates:
             score=self.score,
             first=self.first,
             candidates=self.made,
-            calls=self.asked.policy.calls - self.calls,
+            calls=self.request.policy.calls - self.calls,
         )

@@ -59,7 +59,7 @@ def generate(
         raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
     policy.say_cut(texts)
     # everything that a user gave is checked before the first network call
-    asked = SampleRequest(
+    request = SampleRequest(
         policy=policy,
         texts=texts,
         conditions=_own_conditions(policy, texts, rows, conditions),
@@ -72,15 +72,15 @@ def generate(
         micro=micro,
         decode=decode,
     )
-    brought = {key for row in asked.conditions or () for key in row}
+    brought = {key for row in request.conditions or () for key in row}
     policy.say_unread([guidance], brought)
-    media = _made(asked, _way(asked, best_of, search, refine, reward), reward)
+    media = _made(request, _way(request, best_of, search, refine, reward), reward)
     _say_size(policy, media)
     return media
 
 
 def _way(
-    asked: SampleRequest, best_of: int, search: Search | None, refine: Refine | None, reward: Any
+    request: SampleRequest, best_of: int, search: Search | None, refine: Refine | None, reward: Any
 ) -> Search | Refine | None:
     """Choose how samples are made better; None: they are not. Two ways, or a way without a reward
     -> ValueError."""
@@ -98,18 +98,18 @@ def _way(
             f"{named[0]} needs a reward that says which sample is better, such as"
             f" reward='{'clip' if search else 'rationalrewards'}'"
         )
-    return Search(how="random", calls=best_of * asked.cost) if best_of > 1 else search or refine
+    return Search(how="random", calls=best_of * request.cost) if best_of > 1 else search or refine
 
 
-def _made(asked: SampleRequest, way: Search | Refine | None, reward: Any) -> Tensor:
+def _made(request: SampleRequest, way: Search | Refine | None, reward: Any) -> Tensor:
     """Make the media (P, *D), and log a sentence about the search."""
     if way is None:
-        return asked.pictures(range(len(asked.texts)), asked.texts)
+        return request.pictures(range(len(request.texts)), request.texts)
     if isinstance(way, Refine):
-        better = refined(asked, load_set(reward), way)
+        better = refined(request, load_set(reward), way)
         logger.info(better.said())
         return better.media
-    found = searched(asked, load_set(reward), way)
+    found = searched(request, load_set(reward), way)
     logger.info(found.said())
     return found.media
 

@@ -86,23 +86,23 @@ def critic_of(rewards: RewardSet) -> Any:
     return found[0]
 
 
-def refined(asked: SampleRequest, rewards: RewardSet, how: Refine) -> Refined:
+def refined(request: SampleRequest, rewards: RewardSet, how: Refine) -> Refined:
     """Sample the prompts asked for, and again with the judge's prompts where that is better by the
     total of `rewards`."""
-    critic, before = critic_of(rewards), asked.policy.calls
-    texts, why = list(asked.texts), Counter[str]()
-    media = asked.pictures(range(len(texts)), texts)
+    critic, before = critic_of(rewards), request.policy.calls
+    texts, why = list(request.texts), Counter[str]()
+    media = request.pictures(range(len(texts)), texts)
     critic.to(media.device)
-    first = asked.scores(media, range(len(texts)), rewards)
+    first = request.scores(media, range(len(texts)), rewards)
     score = first.clone()
     going = below(range(len(texts)), score, how.enough)
     why["enough"] = len(texts) - len(going)
     for number in range(how.rounds):
-        said = rewritten(critic, asked, media, going)
+        said = rewritten(critic, request, media, going)
         reason = {p: unusable(new, texts[p], how) for p, new in zip(going, said, strict=True)}
         new = {p: text.strip() for p, text in zip(going, said, strict=True) if not reason[p]}
-        made = asked.pictures(list(new), list(new.values())) if new else media[:0]
-        scores = asked.scores(made, list(new), rewards) if new else score[:0]
+        made = request.pictures(list(new), list(new.values())) if new else media[:0]
+        scores = request.scores(made, list(new), rewards) if new else score[:0]
         better = []
         for p, item, value in zip(new, made, scores, strict=True):
             if value > score[p]:
@@ -116,18 +116,18 @@ def refined(asked: SampleRequest, rewards: RewardSet, how: Refine) -> Refined:
         going = below(better, score, how.enough)
         if not going:
             break
-    calls = asked.policy.calls - before
+    calls = request.policy.calls - before
     return Refined(media=media, texts=texts, score=score, first=first, calls=calls, why=why)
 
 
 def rewritten(
-    critic: Any, asked: SampleRequest, media: Tensor, going: Sequence[int]
+    critic: Any, request: SampleRequest, media: Tensor, going: Sequence[int]
 ) -> list[str | None]:
     """Ask the critic for a better prompt of each of these pictures."""
     if not going:
         return []
-    shown, texts = media[list(going)], [asked.texts[p] for p in going]
-    found = critic.refine(shown, texts, asked.context(going, shown))
+    shown, texts = media[list(going)], [request.texts[p] for p in going]
+    found = critic.refine(shown, texts, request.context(going, shown))
     texts_or_none = isinstance(found, list) and all(isinstance(new, str | None) for new in found)
     if not texts_or_none or len(found) != len(going):
         raise RewardBug(
