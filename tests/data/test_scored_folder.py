@@ -3,6 +3,7 @@ prompt are kept, mistakes are named."""
 
 import json
 import os
+import shlex
 from fractions import Fraction
 from pathlib import Path
 
@@ -295,60 +296,54 @@ def test_a_list_without_copies_names_the_files_where_they_are():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ("nowhere --prompt x", "nowhere does not exist; give image files, or a folder of them"),
+        ("empty --prompt x", "empty holds no image (.png, .jpg, .jpeg, .webp, .gif, .mp4"),
+        ("imgs/notes.txt --prompt x", "imgs/notes.txt is not an image file"),
         (
-            ["nowhere", "--prompt", "x"],
-            "nowhere does not exist; give image files, or a folder of them",
-        ),
-        (["empty", "--prompt", "x"], "empty holds no image (.png, .jpg, .jpeg, .webp, .gif, .mp4"),
-        (["imgs/notes.txt", "--prompt", "x"], "imgs/notes.txt is not an image file"),
-        (
-            ["imgs"],
-            "imgs has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl or a"
-            " scores.jsonl or metadata.jsonl in it",
+            "imgs",
+            "imgs has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl or"
+            " a scores.jsonl or metadata.jsonl in it",
         ),
         (
-            ["imgs/a.png"],
+            "imgs/a.png",
             "imgs/a.png has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl",
         ),
-        (["imgs", "--prompt", " "], "--prompt is empty"),
-        (["imgs", "--prompt", "x", "--prompts", "some.jsonl"], "not both"),
-        (["imgs", "--prompts", "nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
-        (["imgs", "--prompts", "imgs/notes.txt"], 'imgs/notes.txt, line 1 needs a "file"'),
-        (["imgs", "--prompts", "broken.jsonl"], "broken.jsonl, line 3 is not JSON"),
-        (["imgs", "--prompts", "nofile.jsonl"], 'nofile.jsonl, line 2 needs a "file"'),
-        (["imgs", "--prompts", "some.jsonl"], "imgs/b.png has no line in some.jsonl"),
+        ("imgs --prompt ' '", "--prompt is empty"),
+        ("imgs --prompt x --prompts some.jsonl", "not both"),
+        ("imgs --prompts nowhere.jsonl", "prompt file nowhere.jsonl does not exist"),
+        ("imgs --prompts imgs/notes.txt", 'imgs/notes.txt, line 1 needs a "file"'),
+        ("imgs --prompts broken.jsonl", "broken.jsonl, line 3 is not JSON"),
+        ("imgs --prompts nofile.jsonl", 'nofile.jsonl, line 2 needs a "file"'),
+        ("imgs --prompts some.jsonl", "imgs/b.png has no line in some.jsonl"),
         (
-            ["imgs/a.png", "other", "--prompts", "names.jsonl"],
+            "imgs/a.png other --prompts names.jsonl",
             "names.jsonl, line 1 names both imgs/a.png and other/a.png",
         ),
-        (["imgs", "imgs/a.png", "--prompt", "x"], 'imgs/a.png is given twice for the prompt "x"'),
-        (["listed"], "listed/b.png has no line in listed/scores.jsonl"),
-        (["imgs", "--prompt", "x", "--keep-top", "0%"], "--keep-top 0% should be a share"),
-        (["imgs", "--prompt", "x", "--keep-top", "120%"], "--keep-top 120% should be a share"),
-        (["imgs", "--prompt", "x", "--keep-top", "0.2"], "--keep-top 0.2 should be a share"),
-        (["imgs", "--prompt", "x", "--keep-top", "some"], "--keep-top some should be a share"),
-        (["imgs", "--prompt", "x", "--keep-top", "1/0%"], "--keep-top 1/0% should be a share"),
-        (["imgs", "--prompt", "x", "--reward", "jpg"], 'unknown reward "jpg"; did you mean "jpeg"'),
+        ("imgs imgs/a.png --prompt x", 'imgs/a.png is given twice for the prompt "x"'),
+        ("listed", "listed/b.png has no line in listed/scores.jsonl"),
+        ("imgs --prompt x --keep-top 0%", "--keep-top 0% should be a share"),
+        ("imgs --prompt x --keep-top 120%", "--keep-top 120% should be a share"),
+        ("imgs --prompt x --keep-top 0.2", "--keep-top 0.2 should be a share"),
+        ("imgs --prompt x --keep-top some", "--keep-top some should be a share"),
+        ("imgs --prompt x --keep-top 1/0%", "--keep-top 1/0% should be a share"),
+        ("imgs --prompt x --reward jpg", 'unknown reward "jpg"; did you mean "jpeg"'),
         (
-            ["imgs", "--prompt", "x", "--reward", "shapes=much"],
+            "imgs --prompt x --reward shapes=much",
             'reward "shapes=much" should be NAME, NAME=WEIGHT',
         ),
-        (["imgs", "--prompt", "x", "--reward", "shapes=nan"], "weight=nan is not a finite number"),
-        (["imgs", "--prompt", "x", "--reward", "jpeg=2"], 'reward "jpeg": "jpeg" is given twice'),
+        ("imgs --prompt x --reward shapes=nan", "weight=nan is not a finite number"),
+        ("imgs --prompt x --reward jpeg=2", 'reward "jpeg": "jpeg" is given twice'),
+        ("imgs --prompt 'a read circle' --reward shapes", 'did you mean "a red circle"'),
         (
-            ["imgs", "--prompt", "a read circle", "--reward", "shapes"],
-            'did you mean "a red circle"',
-        ),
-        (
-            ["imgs", "--prompt", "x", "-o", "imgs"],
+            "imgs --prompt x -o imgs",
             "-o imgs holds imgs/a.png itself; choose another folder, or -o imgs/scores.jsonl",
         ),
         (
-            ["imgs", "--prompt", "x", "-o", "done"],
+            "imgs --prompt x -o done",
             "done/scores.jsonl exists; choose another place for -o, or remove it",
         ),
-        (["imgs", "--prompt", "x", "-o", "some.jsonl"], "some.jsonl exists"),
-        (["imgs", "--prompt", "x", "-o", "imgs/notes.txt"], "imgs/notes.txt is a file"),
+        ("imgs --prompt x -o some.jsonl", "some.jsonl exists"),
+        ("imgs --prompt x -o imgs/notes.txt", "imgs/notes.txt is a file"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, words, sentence):
@@ -357,18 +352,13 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, words, sente
     Path("empty").mkdir()
     Path("imgs/notes.txt").write_text("x")
     a = {"file": "imgs/a.png", "prompt": "x"}
-    (
-        listing("some.jsonl", a),
-        listing("nofile.jsonl", a, {"prompt": "x"}),
-        listing("names.jsonl", {"file": "a.png", "prompt": "x"}),
-    )
-    (
-        listing("listed/scores.jsonl", {"file": "a.png", "prompt": "x"}),
-        listing("done/scores.jsonl", a),
-    )
+    listing("some.jsonl", a), listing("done/scores.jsonl", a)
+    listing("nofile.jsonl", a, {"prompt": "x"})
+    for name in ("names.jsonl", "listed/scores.jsonl"):
+        listing(name, {"file": "a.png", "prompt": "x"})
     Path("broken.jsonl").write_text(json.dumps(a) + '\n\n{"file": \n')
     before = sorted(tmp_path.rglob("*"))
-    result = small.invoke("score", *words, "--reward", "jpeg")
+    result = small.invoke("score", *shlex.split(words), "--reward", "jpeg")
     assert result.exit_code == 2 and sorted(tmp_path.rglob("*")) == before, result.output
     said = [line for line in result.output.splitlines() if line.startswith("flowrl: ")]
     assert len(said) == 1 and sentence in said[0], result.output
@@ -381,10 +371,8 @@ def test_prompts_that_are_cut_are_counted_over_the_whole_list(caplog, monkeypatc
     texts = ["a red circle", long, "a blue square", f"{long} again", long]
     samples = [Sample(path=noise(f"{i}.png"), prompt=text, meta={}) for i, text in enumerate(texts)]
     files.score_files(files.with_meta(samples, chosen), chosen, chunk=2)
-    assert [message.partition(" tokens")[0] for message in caplog.messages] == [
-        "clip reads 16",
-        "preference reads 16",
-    ]
+    told = [message.partition(" tokens")[0] for message in caplog.messages]
+    assert told == ["clip reads 16", "preference reads 16"]
     assert all(": 2 of 4 are longer (up to " in message for message in caplog.messages)
 
 

@@ -191,60 +191,39 @@ def test_peaks_are_of_rewards_that_were_not_trained_on():
 
 
 @pytest.mark.parametrize(
-    ("options", "name", "sentence"),
+    ("options", "sentence"),
     [
         (
-            SuiteOptions(best_of=8),
-            "shapes",
+            {"best_of": 8},
             "--best-of 8 needs at least 8 images a prompt, and this evaluation makes 4; add"
             " --images 8",
         ),
-        (SuiteOptions(held_out=["jpge"]), "shapes", 'unknown reward "jpge"; did you mean "jpeg"'),
+        ({"held_out": ["jpge"]}, 'unknown reward "jpge"; did you mean "jpeg"'),
         (
-            SuiteOptions(held_out=["tiling=0.5"]),
-            "shapes",
+            {"held_out": ["tiling=0.5"]},
             "--held-out tiling=0.5: a suite reads each reward by itself, so its weight says"
             " nothing",
         ),
+        ({"held_out": ["tiling.tile=2"]}, 'reward "tiling": unknown setting "tile"'),
         (
-            SuiteOptions(held_out=["tiling.tile=2"]),
-            "shapes",
-            'reward "tiling": unknown setting "tile"',
-        ),
-        (
-            SuiteOptions(rewards=["jpge.quality=80"]),
-            "shapes",
+            {"rewards": ["jpge.quality=80"]},
             'reads no reward of that name (--held-out adds one); did you mean "jpeg"',
         ),
+        ({"rewards": ["jpeg"]}, "--reward jpeg sets nothing; give NAME.SETTING=VALUE"),
+        ({"rewards": ["jpeg=0.5"]}, "--reward jpeg=0.5: a suite reads each reward by itself"),
+        ({"rewards": ["jpeg.qualty=80"]}, 'unknown setting "qualty"; did you mean "quality"'),
+        ({"rewards": ["jpeg.quality"]}, 'reward "jpeg.quality" should be NAME'),
         (
-            SuiteOptions(rewards=["jpeg"]),
-            "shapes",
-            "--reward jpeg sets nothing; give NAME.SETTING=VALUE",
-        ),
-        (
-            SuiteOptions(rewards=["jpeg=0.5"]),
-            "shapes",
-            "--reward jpeg=0.5: a suite reads each reward by itself",
-        ),
-        (
-            SuiteOptions(rewards=["jpeg.qualty=80"]),
-            "shapes",
-            'unknown setting "qualty"; did you mean "quality"',
-        ),
-        (SuiteOptions(rewards=["jpeg.quality"]), "shapes", 'reward "jpeg.quality" should be NAME'),
-        (
-            SuiteOptions(prompts="gone.jsonl"),
-            "geneval",
+            {"prompts": "gone.jsonl"},
             "there is no prompt file gone.jsonl; download https://github.com/djghosh13/geneval",
         ),
     ],
 )
-def test_wrong_options_are_refused_before_a_model_is_loaded(
-    run, monkeypatch, options, name, sentence
-):
+def test_wrong_options_are_refused_before_a_model_is_loaded(run, monkeypatch, options, sentence):
     monkeypatch.setattr(runs.build, "load_tuned", None)
+    name = "geneval" if "prompts" in options else "shapes"
     with pytest.raises(ValueError) as error:
-        evaluate_runs([run], name, options)
+        evaluate_runs([run], name, SuiteOptions(**options))
     assert sentence in str(error.value)
 
 
