@@ -25,8 +25,8 @@ from flowrl.runtime.store.side_files import FileModel
 class ScoreRow(FileModel):
     """A line of the journal."""
 
-    key: str
-    score: float
+    key: str  # sha256 of what was scored
+    score: float  # finite or not, as the reward gave it
 
 
 class ScoreJournal:

@@ -26,54 +26,54 @@ class FileModel(BaseModel):
 class Entry(FileModel):
     """A mean, and its interval where there is one."""
 
-    mean: Number | None
-    ci: tuple[Number, Number] | None = None
+    mean: Number | None  # None: nothing was valid
+    ci: tuple[Number, Number] | None = None  # (low, high)
 
 
-class Said(FileModel):
-    """An answer to a question of a checklist; None where it failed."""
+class ChecklistAnswer(FileModel):
+    """An answer to a question of a checklist."""
 
-    question: str
-    answer: Number | None
-    zeroed: bool
+    question: str  # as it was asked
+    answer: Number | None  # the probability of yes; None: it failed
+    zeroed: bool  # whether it counts 0, because a parent was answered no
 
 
-class Answered(FileModel):
+class ImageAnswers(FileModel):
     """Answers about one image."""
 
-    image: int
-    prompt: str
-    said: list[Said]
+    image: int  # its number in the evaluation
+    prompt: str  # that it was made of
+    said: list[ChecklistAnswer]  # in the order of the questions
 
 
 class Row(FileModel):
-    """A row of evaluation.json."""
+    """A row of evaluation.json: one setting."""
 
-    name: str
-    guidance: str | Number | None = None
-    steps: int | None = None
-    images: int | None = None
-    iteration: int | None = None
-    nfe: Number | None = None
-    metrics: dict[str, Entry | Number | None] = {}
-    tasks: dict[str, dict[str, Entry | Number | None]] = {}
-    values: dict[str, list[Number | None]] = {}
-    answers: dict[str, list[Answered]] = {}
+    name: str  # before, after, or the setting that was evaluated since
+    guidance: str | Number | None = None  # a scale, "none" or "pipeline"
+    steps: int | None = None  # of the ODE
+    images: int | None = None  # how many
+    iteration: int | None = None  # after which it was made
+    nfe: Number | None = None  # network rows an image
+    metrics: dict[str, Entry | Number | None] = {}  # reading -> over all images
+    tasks: dict[str, dict[str, Entry | Number | None]] = {}  # reading -> task -> over its images
+    values: dict[str, list[Number | None]] = {}  # reading -> of each image
+    answers: dict[str, list[ImageAnswers]] = {}  # checklist -> about the images that are shown
 
 
 class PairedEntry(FileModel):
     """The difference of a metric between two rows."""
 
-    difference: Number
-    ci: tuple[Number, Number]
-    p: Number | None = None
+    difference: Number  # after - before
+    ci: tuple[Number, Number]  # (low, high)
+    p: Number | None = None  # two-sided, of "no difference"
 
 
 class EvaluationFile(FileModel):
     """The shape of evaluation.json."""
 
-    rows: list[Row] = []
-    paired: dict[str, PairedEntry] = {}
+    rows: list[Row] = []  # in the order in which they were made
+    paired: dict[str, PairedEntry] = {}  # metric -> "after" minus "before"
 
 
 class MetricsRow(FileModel):
@@ -81,7 +81,7 @@ class MetricsRow(FileModel):
 
     __pydantic_extra__: dict[str, Number | bool | str | None]
 
-    iteration: int = Field(ge=0, lt=2**53)
+    iteration: int = Field(ge=0, lt=2**53)  # a float, as charts need it, names no larger one
 
 
 def read(path: Path, shape: type[FileModel] = FileModel, *, again: str) -> dict[str, Any]:
