@@ -47,10 +47,10 @@ def _of_shape(clause: dict[str, Any], alone: bool, by: By, place: int) -> list[Q
     """
     shape, color, count = clause["shape"], clause["color"], clause["count"]
     if alone or not color:
-        said, args = shape, {"shape": shape, "count": count}
+        name, args = shape, {"shape": shape, "count": count}
     else:
-        said, args = f"{color} {shape}", {"shape": shape, "count": count, "color": color}
-    out = [_question(_how_many(said, count), by, "shapes_count", args)]
+        name, args = f"{color} {shape}", {"shape": shape, "count": count, "color": color}
+    out = [_question(_how_many(name, count), by, "shapes_count", args)]
     if color and alone:
         args = {"shape": shape, "color": color, "count": count}
         text = _is_colored(shape, color, count)

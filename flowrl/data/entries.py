@@ -35,12 +35,12 @@ def content(path: Path, most: int = -1) -> bytes:
 
 def text(path: Path) -> str:
     """Read a text file in UTF-8, or in UTF-16 with its mark. Anything else -> ValueError."""
-    held = content(path)
-    utf16 = held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    data = content(path)
+    utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        found = held.decode("utf-16" if utf16 else "utf-8-sig")
+        found = data.decode("utf-16" if utf16 else "utf-8-sig")
     except UnicodeDecodeError as error:
-        line = held[: error.start].count(b"\n") + 1
+        line = data[: error.start].count(b"\n") + 1
         raise ValueError(
             f"prompt file {path} is not UTF-8: byte {error.start}, in line {line}; save it as UTF-8"
             " (an archive is unpacked first)"

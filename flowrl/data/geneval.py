@@ -89,9 +89,9 @@ def _ordered(task: str) -> tuple[list[Prompt], list[Prompt]]:
     for prompt in _TASKS[task]():
         by_combination.setdefault(prompt["combination"], []).append(prompt)
     first = [group[0] for group in by_combination.values()]
-    held = _by_hash(first, "combination")[: HELD_OUT[task]]
-    names = {prompt["combination"] for prompt in held}
-    first_of = [_by_hash(by_combination[prompt["combination"]], "prompt")[0] for prompt in held]
+    reserved = _by_hash(first, "combination")[: HELD_OUT[task]]
+    names = {prompt["combination"] for prompt in reserved}
+    first_of = [_by_hash(by_combination[prompt["combination"]], "prompt")[0] for prompt in reserved]
     rest = [prompt for name, own in by_combination.items() if name not in names for prompt in own]
     return first_of, _by_hash(rest, "prompt")
 

@@ -53,15 +53,15 @@ def _rows(source: str, data: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         where = f"{source}, row {number + 1}"
         for name in pictures:
             cell = partial(_cell, alone[name], number, name)
-            held = filled[name][number]
-            row[name] = PictureCell(where, name, version, folder, cell) if held else None
+            there = filled[name][number]
+            row[name] = PictureCell(where, name, version, folder, cell) if there else None
         yield where, row
 
 
 def _filled(data: Any) -> list[bool]:
     """Whether each cell of the only column holds something."""
     parts = data.with_format("arrow").iter(batch_size=CHUNK)
-    return [held for part in parts for held in part.column(0).is_valid().to_pylist()]
+    return [there for part in parts for there in part.column(0).is_valid().to_pylist()]
 
 
 def _cell(data: Any, number: int, name: str) -> Any:

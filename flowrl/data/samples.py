@@ -100,11 +100,11 @@ def images(
         found = [path for path in files if path.suffix.lower() in suffixes]
         read = {*found, *lists, *(place / name for name in OWN_LISTS)}
         left = [str(path.relative_to(place)) for path in files if path not in read]
-        said = f"{len(left)} of {len(files)} files in {place} are not read: {listed(left)}"
+        unread = f"{len(left)} of {len(files)} files in {place} are not read: {listed(left)}"
         if not found:
-            raise ValueError(f"{place} holds no image ({known}){f'; {said}' if left else ''}")
+            raise ValueError(f"{place} holds no image ({known}){f'; {unread}' if left else ''}")
         if left:
-            logger.warning(f"{said}; what is read ends in {known}")
+            logger.warning(f"{unread}; what is read ends in {known}")
         return found
     if not place.is_file():
         there = nearby(place)

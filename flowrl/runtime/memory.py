@@ -53,9 +53,9 @@ def advice(error: object) -> str:
     """The sentence that tells a user whose memory ran out what to do."""
     if isinstance(error, OutOfMemory):
         return str(error)
-    said = printable(error, 120) or type(error).__name__
+    what = printable(error, 120) or type(error).__name__
     return (
-        f"memory ran out ({said}); lower batch.micro and batch.decode (flowrl score: --chunk), ask"
+        f"memory ran out ({what}); lower batch.micro and batch.decode (flowrl score: --chunk), ask"
         " for smaller pictures (model.pipeline.height and width), set model.dtype=bf16,"
         " train.gradient_checkpointing=true, model.encoders=leave or model.offload=denoiser, or"
         " free memory that other programs hold"

@@ -23,33 +23,33 @@ def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Pa
 
     An error inside gives both back: a folder that was made for it is removed again.
     """
-    held, made = None, []
+    lock, made = None, []
     with world.all_or_none(ValueError):
         if world.main:
             try:
-                held, made = (Lock(resume, DOING), []) if resume else _new(cfg)
+                lock, made = (Lock(resume, DOING), []) if resume else _new(cfg)
             except OSError as error:
                 raise ValueError(str(error)) from error
-    path = Path(world.from_main(str(held.folder) if held else None))
+    path = Path(world.from_main(str(lock.folder) if lock else None))
     try:
-        yield path, held
+        yield path, lock
     except BaseException:
-        if held:
-            _give_back(held, made)
+        if lock:
+            _give_back(lock, made)
         raise
 
 
 def _new(cfg: Config) -> tuple[Lock, list[Path]]:
     """Lock a folder that holds no run -> its lock, and the folders that were made for it."""
     path, made = _folder(cfg)
-    held = Lock(path, DOING)
+    lock = Lock(path, DOING)
     if holds := next((name for name in RUN_FILES if (path / name).exists()), None):
-        held.withdraw()
+        lock.withdraw()
         what = f"resume it with `flowrl train --resume {path}`, or choose another output="
         if holds == RUN_FILES[-1]:
             what = "its config.yaml is missing, so restore that, or choose another output="
         raise ValueError(f"{path} already holds a run; {what}")
-    return held, made
+    return lock, made
 
 
 def _folder(cfg: Config) -> tuple[Path, list[Path]]:
@@ -76,9 +76,9 @@ def _missing(path: Path) -> list[Path]:
     return [place for place in (path, *path.parents) if not place.exists()]
 
 
-def _give_back(held: Lock, made: list[Path]) -> None:
+def _give_back(lock: Lock, made: list[Path]) -> None:
     """Let go of a folder, and remove what was made for it, unless something else is in it now."""
-    held.withdraw()
+    lock.withdraw()
     with suppress(OSError):
         for place in made:
             place.rmdir()

@@ -206,8 +206,8 @@ class ByDimension(Checklist):
         """Dimension -> share of yes; NaN where a check failed."""
         by_name: dict[str, list[float]] = {}
         for question, answer in zip(self.questions(meta), answers, strict=True):
-            said = answer if math.isnan(answer) else float(answer >= YES)
-            by_name.setdefault(question["dimension"], []).append(said)
+            yes = answer if math.isnan(answer) else float(answer >= YES)
+            by_name.setdefault(question["dimension"], []).append(yes)
         return {name: sum(own) / len(own) for name, own in by_name.items()}
 
 

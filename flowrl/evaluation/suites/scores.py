@@ -117,8 +117,8 @@ def score(
     known = math.isfinite(mean)
     if known and data.prompts > 1:
         ci = list(percentile_interval(scale * statistic(data, resampling.resample, rule)))
-    said = scale * float(mean) if known else None
-    return {"mean": said, "ci": ci, "n": data.values, "prompts": data.prompts}
+    scaled = scale * float(mean) if known else None
+    return {"mean": scaled, "ci": ci, "n": data.values, "prompts": data.prompts}
 
 
 def difference(
@@ -134,8 +134,8 @@ def difference(
         first, second = (statistic(side, resampling.resample, rule) for side in (before, after))
         drawn = second - first
         ci, p = list(percentile_interval(scale * drawn)), p_value(drawn)
-    said = {"difference": scale * float(value), "ci": ci, "p": p}
-    return said | {"n": before.values, "prompts": before.prompts}
+    found = {"difference": scale * float(value), "ci": ci, "p": p}
+    return found | {"n": before.values, "prompts": before.prompts}
 
 
 def common(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
