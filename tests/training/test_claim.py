@@ -245,14 +245,10 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(trained, tmp_path
 def test_a_checkpoint_is_due_by_iterations_by_minutes_and_at_the_end():
     def due(iteration, minutes, waited, stopped=None):
         cfg = SimpleNamespace(iterations=100, checkpoint=SimpleNamespace(every=50, minutes=minutes))
-        return state.due(
-            SimpleNamespace(
-                parts=SimpleNamespace(cfg=cfg, source=SimpleNamespace(world=ALONE)),
-                iteration=iteration,
-                stopped=stopped,
-                saved_time=time.monotonic() - waited,
-            )
-        )
+        setup, source = SimpleNamespace(cfg=cfg), SimpleNamespace(world=ALONE)
+        parts, saved = SimpleNamespace(setup=setup, source=source), time.monotonic() - waited
+        made = {"parts": parts, "iteration": iteration, "stopped": stopped, "saved_time": saved}
+        return state.due(SimpleNamespace(**made))
 
     assert due(50, None, 0) and due(100, None, 0) and due(7, None, 0, stopped="SIGTERM received")
     assert due(7, 1.0, 61) and not due(7, 1.0, 50) and not due(7, None, 1e6)
