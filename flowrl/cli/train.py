@@ -52,8 +52,8 @@ def train(
         stop(error, 1)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         hint = f"resume with: flowrl train --resume {trainer.path}"
-        said = ran_out(error) or not (trainer.path / "config.yaml").exists()
-        stop(error, 1, hint="" if said else hint)
+        no_resume = ran_out(error) or not (trainer.path / "config.yaml").exists()
+        stop(error, 1, hint="" if no_resume else hint)
     if trainer.world.main:
         _conclude(run)
 

@@ -69,10 +69,10 @@ class Chooser:
         drawn: the Drawn of this process. advantages (B,): of its samples. gather: concatenates rows
         of all processes.
         """
-        own = seen_by(
+        mine = seen_by(
             drawn.batch, drawn.rollout.group, drawn.rewards.total, advantages, self.config
         )
-        seen = all_seen(gather(own))
+        seen = all_seen(gather(mine))
         found = self.learn(seen)
         if self.helper is not None:
             found |= self.helper.learn(iteration, seen.ids, seen.samples, seen.successes)

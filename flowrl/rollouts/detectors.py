@@ -66,10 +66,10 @@ def diversity(media: Tensor, group: Tensor) -> Tensor:
     small = F.adaptive_avg_pool2d(frames_of(media), THUMB).reshape(len(media), -1)
     out = small.new_full((len(small),), math.nan)
     for g in group.unique():
-        own = torch.nonzero(group == g).flatten()
-        if len(own) > 1:
-            between = (small[own, None] - small[None, own]).square().mean(2).sqrt()
-            out[own] = between.sum(1) / (len(own) - 1)
+        members = torch.nonzero(group == g).flatten()
+        if len(members) > 1:
+            between = (small[members, None] - small[None, members]).square().mean(2).sqrt()
+            out[members] = between.sum(1) / (len(members) - 1)
     return out
 
 

@@ -60,11 +60,11 @@ def encoded(
     """Encode equal prompts under equal conditions once -> (cond, its row for each prompt)."""
     each = [{} for _ in prompts] if conditions is None else list(conditions)
     names = [
-        (p, *sorted((k, v if isinstance(v, str) else id(v)) for k, v in own.items()))
-        for p, own in zip(prompts, each, strict=True)
+        (p, *sorted((k, v if isinstance(v, str) else id(v)) for k, v in given.items()))
+        for p, given in zip(prompts, each, strict=True)
     ]
     place = {name: row for row, name in enumerate(dict.fromkeys(names))}
     first = [names.index(name) for name in place]
-    own = None if conditions is None else [each[i] for i in first]
-    cond = policy.encode([prompts[i] for i in first], own)
+    distinct = None if conditions is None else [each[i] for i in first]
+    cond = policy.encode([prompts[i] for i in first], distinct)
     return cond, torch.tensor([place[name] for name in names])

@@ -62,7 +62,7 @@ class Source:
         """Prompts with the texts of `column`, or their own where it is empty."""
         assert self.column is not None
         pairs = zip(batch.text, batch.meta, strict=True)
-        return replace(batch, text=[meta.get(self.column) or own for own, meta in pairs])
+        return replace(batch, text=[meta.get(self.column) or text for text, meta in pairs])
 
     def reward_of(self, batch: PromptBatch) -> GradientScorer:
         """The reward of samples of these prompts as a function whose gradient can be climbed."""

@@ -45,9 +45,9 @@ def refill(
         flat = min(flat, len(fresh)) // world.size * world.size  # every process the same number
         if not flat:
             break
-        chosen, fresh = fresh[:flat], fresh[flat:]
+        picked, fresh = fresh[:flat], fresh[flat:]
         with world.all_or_none(RewardUnavailable):
-            drawn.append(sample(chosen[world.share(flat)]))
+            drawn.append(sample(picked[world.share(flat)]))
     return beside(source, drawn)
 
 

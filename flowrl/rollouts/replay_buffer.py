@@ -46,14 +46,14 @@ class ReplayBuffer:
         rows = torch.nonzero(torch.isin(rollout.group, signal)).flatten()
         ids = batch.ids.to(leaf.device)
         texts = torch.tensor([keys.digest(text) for text in batch.text]).to(ids)
-        own = {
+        mine = {
             "x0": rollout.at(rollout.leaf[rows]),
             "advantage": leaf[rows],
             "name": rollout.leaf_key[rows],
             "id": ids[rollout.group[rows]],
             "text": texts[rollout.group[rows]],
         }
-        found = {name: world.gather(value).cpu() for name, value in own.items()}
+        found = {name: world.gather(value).cpu() for name, value in mine.items()}
         order = found["id"].argsort(stable=True)  # a group lies within a process
         self.kept[iteration] = {name: value[order] for name, value in found.items()}
 

@@ -72,12 +72,12 @@ def with_old(
         "replay/groups": float(len(groups)),
         "replay/age": sum(ages) / len(ages) if ages else 0.0,
     }
-    if not (own := range(len(groups))[world.rank :: world.size]):
+    if not (mine := range(len(groups))[world.rank :: world.size]):
         return replace(new, metrics=metrics)
     # Prompts are encoded again, new and old together: a rollout has one conditioning.
-    old = [buffer.leaves(groups[k]) for k in own]
+    old = [buffer.leaves(groups[k]) for k in mine]
     batch = select(
-        source.prompts, torch.cat([drawn.batch.ids, torch.tensor([groups[k][1] for k in own])])
+        source.prompts, torch.cat([drawn.batch.ids, torch.tensor([groups[k][1] for k in mine])])
     )
     cond = source.encode(batch)
     # Old samples as a rollout of their final states, which is all that their methods read.
@@ -92,8 +92,8 @@ def with_old(
     places = torch.arange(len(batch)).split([len(drawn.batch), len(old)])
     joined = join([new.rollout, rollout], list(places))
     # By their places among all old groups, so that updates do not depend on the processes.
-    turns = [k * source.cfg.batch.updates // len(groups) for k in own]
-    tapers = [buffer.taper(ages[k]) for k in own]
+    turns = [k * source.cfg.batch.updates // len(groups) for k in mine]
+    tapers = [buffer.taper(ages[k]) for k in mine]
     return TrainingBatch(
         rollout=replace(joined, cond=cond),
         leaf=torch.cat([new.leaf, advantage]),

@@ -88,7 +88,7 @@ def build(
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
     """Load, check and connect all parts of a run whose folder is locked."""
-    # What can be told without the model comes before it, as models load for minutes.
+    # What does not need the model is checked before it loads, which may take minutes.
     rewards = load_rewards(cfg, path, live)
     dataset, prompts, held_out = load_data(cfg, rewards, live)
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
@@ -166,15 +166,15 @@ def share_networks(
 def warn(setup: Setup, policy: Policy, prompts: tuple[Prompts, Prompts], *, processes: int) -> None:
     """Warn of what a run can do but its user hardly means. prompts: to train on, and held-out."""
     cfg, algorithm = setup.cfg, setup.algorithm
-    policy.say_cut(row["prompt"] for own in prompts for row in own)
+    policy.say_cut(row["prompt"] for rows in prompts for row in rows)
     spare = (len(prompts[0]) - cfg.batch.prompts) // processes  # prompts that refill could draw
     warn_distilled(algorithm, policy, cfg.model.source)
     warn_large(cfg, policy)
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
-    said = unused_options(cfg, algorithm, setup.plan, spare=spare)
+    sentences = unused_options(cfg, algorithm, setup.plan, spare=spare)
     policy.say_unread(guidances, prompts[0][0])
-    for sentence in said:
+    for sentence in sentences:
         logger.warning(sentence)
 
 

@@ -65,8 +65,8 @@ class Learner:
             self.apply()
             out["policy/rows"] += parts[0].count
             out["policy/grad_norm"] += norm / updates
-            for part, own in zip(parts, metrics, strict=True):
-                summed.append((self.world.sum_metrics(own), part.weight))
+            for part, found in zip(parts, metrics, strict=True):
+                summed.append((self.world.sum_metrics(found), part.weight))
         out |= weighted_means(summed)
         rate = learning_rate(self.cfg, max(0, self.step - 1))
         return out | {
