@@ -36,6 +36,7 @@ def budget(
     log.setup()
     with one_sentence_errors():
         cfg = parse_config(overrides)
+        # mistakes in the words are told before an architecture is built
         check_known(cfg, gpus, machines)
         where = roofline.device(device).over(machines, gpus)
         found = fit.fit(Planner(cfg, where, gpus=gpus))
@@ -54,11 +55,12 @@ def budget(
 
 
 def tables(found: Any) -> list[Any]:
-    """A budget as tables: what stays, each phase, and the cards."""
+    """A budget as tables: each phase, what stays, and the cards."""
     from rich.table import Table
 
     from flowrl.training.budget.fit import CARDS, words
 
+    # an iteration, phase by phase
     b = found.own
     processes = f", {b.gpus} processes" if b.gpus > 1 else ""
     phases = Table(
@@ -81,11 +83,15 @@ def tables(found: Any) -> list[Any]:
     phases.add_section()
     total = f"{b.seconds:.3g}", f"{b.flops / 1e12:.4g}"
     phases.add_row("an iteration", f"{b.peak:.2f}", "", *total, "", style="bold")
+
+    # what stays from phase to phase
     stays = Table(title=f"What stays, GB ({b.parameters['trained']:,} trained weights)")
     for name in ("of", "GB"):
         stays.add_column(name, justify="left" if name == "of" else "right")
     for name, size in b.fixed.items():
         stays.add_row(name, f"{size:.2f}")
+
+    # the settings with which each card holds the run
     cards = Table(title=f"Cards ({b.device.source})")
     for name in ("card", "fits", "needs GB", "seconds an iteration"):
         cards.add_column(name, justify="right" if "s" in name[-2:] and name != "fits" else "left")
@@ -95,6 +101,6 @@ def tables(found: Any) -> list[Any]:
             cards.add_row(f"{card} GB", "no", f"{found.steps[-1].budget.needed:.1f}", "")
             continue
         how = f"with {words(step.settings)}" if step.settings else "yes"
-        own = step.budget
-        cards.add_row(f"{card} GB", how, f"{own.needed:.1f}", f"{own.seconds:.3g}")
+        needed, seconds = step.budget.needed, step.budget.seconds
+        cards.add_row(f"{card} GB", how, f"{needed:.1f}", f"{seconds:.3g}")
     return [phases, stays, cards]

@@ -122,7 +122,7 @@ def test_two_smaller_rehearsals_tell_a_large_one(method, words, monkeypatch):
 def test_rows_that_the_winners_gain_looks_at_may_be_others_in_smaller_latents():
     """Which advantages of a tree are positive depends on log-probs, and these on the latents."""
     one = Event(
-        phase="rollout", asked=None, backward=False, live=10.0, since=20.0, moved=4.0, operators=1
+        phase="rollout", call=None, backward=False, live=10.0, since=20.0, moved=4.0, operators=1
     )
     large = replace(one, live=20.0, since=30.0, moved=6.0)
     winners = replace(large, phase=WINNERS)

@@ -9,7 +9,6 @@ from diffusers import AutoencoderKL
 from flowrl.config import combine
 from flowrl.config.load import load_config
 from flowrl.shapes.clip import FOLDER
-from flowrl.training.budget.call_costs import Costs
 from flowrl.training.budget.meter import Meter
 from flowrl.training.budget.planner import Planner
 from flowrl.training.budget.rehearsal import PolicyCall
@@ -27,12 +26,9 @@ def planner(height, *words):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_tiles_change_nothing_where_a_picture_is_no_larger_than_one(grad):
-    policy, asked = planner(64).policy, PolicyCall(what="decode", rows=2, grad=grad)
-    whole, tiled = (
-        Costs(policy, CPU, low=None, checkpointing=False, tiled=tiled).of(asked)
-        for tiled in (False, True)
-    )
-    assert tiled == whole
+    plan, call = planner(64), PolicyCall(what="decode", rows=2, grad=grad)
+    tiled = combine.changed(plan.cfg, {"model.tiling": True})
+    assert plan.costs.of(call, tiled) == plan.costs.of(call, plan.cfg)
 
 
 def test_tiles_of_a_large_picture_take_less_memory_and_more_flops_as_the_decoder_does():

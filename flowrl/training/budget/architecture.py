@@ -6,6 +6,7 @@ from configs/architecture, which holds those of the models of configs/model. Not
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,22 +27,19 @@ SKIPPED = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """pipeline: name of its class. parts: component -> its config, whose "_class_name" is the name
-    of its class. where: what they were read from."""
+    """The components of a pipeline, by their configs."""
 
-    source: str
-    pipeline: str
-    parts: Mapping[str, Mapping[str, Any]]
-    where: str
+    source: str  # the name, folder or hub id that was asked for
+    pipeline: str  # name of the pipeline's class
+    parts: Mapping[str, Mapping[str, Any]]  # component -> its config, with its "_class_name"
+    where: str  # what the configs were read from
 
     def config(self, part: str) -> dict[str, Any]:
         """A component's config, with what its class has as defaults."""
         own = dict(self.parts[part])
         cls = class_of(str(own["_class_name"]))
         if hasattr(cls, "config_class") and cls.config_class is not None:
-            return {**cls.config_class(**_plain(own)).to_dict()}
-        import inspect
-
+            return cls.config_class(**_plain(own)).to_dict()
         defaults = {
             name: p.default
             for name, p in inspect.signature(cls.__init__).parameters.items()
@@ -66,7 +64,7 @@ class Architecture:
 
 
 def class_of(name: str) -> Any:
-    """A class of diffusers or transformers by name; ValueError for another."""
+    """The class of diffusers or transformers that has a name; ValueError for another name."""
     for package in ("diffusers", "transformers"):
         found = getattr(import_module(package), name, None)
         if found is not None:
@@ -75,13 +73,13 @@ def class_of(name: str) -> Any:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the private keys of diffusers."""
+    """A config without the private keys of diffusers."""
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def read(source: str) -> Architecture:
-    """The architecture of a name of configs/model, a folder or a hub id. Neither known nor on this
-    machine -> ValueError."""
+    """The architecture behind a name of configs/model, a folder or a hub id; ValueError where it is
+    neither known nor on this machine."""
     name = resolve_source(source)[0]
     if name.startswith("package:"):
         package, _, inside = name.removeprefix("package:").partition("/")
@@ -128,6 +126,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _of_folder(source: str, folder: Path) -> Architecture:
+    """The architecture of a folder in diffusers layout."""
     index_file = folder / "model_index.json"
     if not index_file.is_file():
         raise ValueError(f"{folder} holds no model_index.json; give the folder of a pipeline")

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from flowrl.config.schema import Config
 from flowrl.policy.replay.encoders import LARGEST
+from flowrl.training.budget.line import on_line
 from flowrl.training.budget.meter import POINTWISE, Attention, Meter
 from flowrl.training.budget.modelled import META, ModelledPolicy
 from flowrl.training.budget.rehearsal import PolicyCall
 from flowrl.training.budget.roofline import Device
-from flowrl.training.budget.weight_costs import WeightCosts
 
 # Seconds that pointwise operators and norms take with compiled blocks, over those without: one
 # factor for every network and device, which was not measured on a GPU. A model of inductor's
@@ -28,132 +28,92 @@ COMPILED = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A forward or a backward. seconds: of the device, the host not counted; peak: bytes above
-    those that live when it begins."""
-
-    flops: float = 0.0
-    seconds: float = 0.0
-    operators: float = 0.0
-    peak: float = 0.0
-    kinds: dict[str, float] = field(default_factory=dict)  # seconds by kind of operator
-
-    def between(self, other: Part, share: float) -> Part:
-        """share of the way from this to another, which has the number of operators of all: a
-        network's first call may have a few more."""
-
-        def line(a: float, b: float) -> float:
-            return a + share * (b - a)
-
-        return Part(
-            flops=line(self.flops, other.flops),
-            seconds=line(self.seconds, other.seconds),
-            operators=other.operators,
-            peak=line(self.peak, other.peak),
-            kinds={
-                kind: line(self.kinds.get(kind, 0.0), other.kinds.get(kind, 0.0))
-                for kind in self.kinds | other.kinds
-            },
-        )
-
-    def paying(
-        self, weights: WeightCosts, device: Device, passes: float, *, backward: bool
-    ) -> Part:
-        """The same with what `passes` over weights take that are not there as they are: unpacked,
-        or gathered. backward: whether it is one, in which gradients of split weights are sent."""
-        seconds = weights.seconds(device, self.seconds, passes, backward=backward)
-        kinds = {"weights": seconds - self.seconds} if seconds > self.seconds else {}
-        return replace(
-            self,
-            seconds=seconds,
-            operators=self.operators + round(passes * weights.operators),
-            peak=self.peak + (weights.backward if backward else weights.above),
-            kinds=self.kinds | kinds,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """saved: bytes that live from the forward to the end of the backward, but for the result; of an
-    encoding, those of its answers."""
+    """What a forward or a backward takes on the device."""
 
-    forward: Part
-    backward: Part = Part()
-    saved: float = 0.0
+    flops: float = 0.0  # by torch's formulas
+    seconds: float = 0.0  # of the device; what the host takes to issue operators is not in it
+    operators: float = 0.0  # number of operators that the host issues
+    peak: float = 0.0  # bytes at the highest moment, above those that live when it begins
+    # bytes that live on after it, without its result: what a backward reads, or an encoder's
+    # answers; a backward frees what its forward left, so that its number is below 0
+    left: float = 0.0
+    kinds: dict[str, float] = field(default_factory=dict)  # the seconds, by kind of operator
 
 
 class Costs:
-    """Of the calls of a policy. low: the precision of autocast, None without; checkpointing:
-    whether activations are computed again, or of which share of the blocks; compiled: whether the
-    network's blocks are; tiled: whether a tile is decoded at a time. apart: known costs of encoding
-    and decoding, which neither checkpointing nor compiling changes."""
+    """Costs of a policy's calls on a device; each kind of call is run once. low: the precision of
+    autocast, None without."""
 
-    def __init__(
-        self,
-        policy: ModelledPolicy,
-        device: Device,
-        *,
-        low: torch.dtype | None,
-        checkpointing: bool | float,
-        compiled: bool = False,
-        tiled: bool = False,
-        apart: dict[PolicyCall, Cost] | None = None,
-    ) -> None:
+    def __init__(self, policy: ModelledPolicy, device: Device, *, low: torch.dtype | None) -> None:
         self.policy, self.device, self.low = policy, device, low
-        self.checkpointing, self.compiled, self.tiled = checkpointing, compiled, tiled
-        self.known: dict[PolicyCall, Cost] = {}
-        self.apart = {} if apart is None else apart
+        self.known: dict[tuple[PolicyCall, Any], tuple[Cost, Cost]] = {}
         for weight in policy.trainable.named().values():
             weight.grad = torch.empty_like(weight)  # micro-batches add to it
 
-    def of(self, asked: PolicyCall) -> Cost:
-        """The cost of a call."""
-        known = self.known if asked.what == "velocity" else self.apart
-        if asked not in known:
-            near = self._near(asked) if asked.what == "velocity" and asked.rows > 1 else []
-            known[asked] = _line(asked, near) if len(near) == 2 else self._run(asked)
-        return known[asked]
+    def of(self, call: PolicyCall, cfg: Config) -> tuple[Cost, Cost]:
+        """Forward and backward of a call, under the settings of a config that change them."""
+        settings = {
+            "velocity": (cfg.train.gradient_checkpointing, cfg.train.compile),
+            "decode": cfg.model.tiling,
+        }.get(call.what)
+        if (call, settings) not in self.known:
+            near = self._near(call, settings)
+            found = self._run(call, cfg) if len(near) < 2 else _on_line(call, *near)
+            self.known[call, settings] = found
+        return self.known[call, settings]
 
-    def _near(self, asked: PolicyCall) -> list[tuple[int, Cost]]:
-        """The same call at two other numbers of rows, both above 1, that were run."""
+    def _near(self, call: PolicyCall, settings: Any) -> list[tuple[int, tuple[Cost, Cost]]]:
+        """The same call of the network at two other numbers of rows above 1, that were run."""
+        if call.what != "velocity" or call.rows == 1:
+            return []
         alike = [
-            (other.rows, cost)
-            for other, cost in self.known.items()
-            if replace(other, rows=asked.rows) == asked and other.rows > 1
+            (other.rows, costs)
+            for (other, others), costs in self.known.items()
+            if (replace(other, rows=call.rows), others) == (call, settings) and other.rows > 1
         ]
         return alike[:2]
 
-    def _run(self, asked: PolicyCall) -> Cost:
-        if asked.what == "encode":
-            return self._encode(asked.rows)
+    def _run(self, call: PolicyCall, cfg: Config) -> tuple[Cost, Cost]:
+        if call.what == "encode":
+            return self._encode(call.rows), Cost()
         policy = self.policy
-        x = torch.empty(asked.rows, *policy.latent_shape, device=META)
-        if asked.what == "decode":
-            x.requires_grad_(asked.grad)
-            policy.tile_decoder(self.tiled)
-            return self._traced(asked, lambda: policy.decode(x), low=None)
+        x = torch.empty(call.rows, *policy.latent_shape, device=META)
+        if call.what == "decode":
+            x.requires_grad_(call.grad)
+            policy.tile_decoder(cfg.model.tiling)
+            return self._traced(call, lambda: policy.decode(x))
         cond = policy.encode(["a", "b"])
-        rows = torch.zeros(asked.rows, dtype=torch.int64, device=META)
+        rows = torch.zeros(call.rows, dtype=torch.int64, device=META)
         options: dict[str, Any] = {
-            "guidance": "none" if asked.guidance == "none" else "pipeline",
-            "detach_uncond": asked.detach_uncond,
+            "guidance": "none" if call.guidance == "none" else "pipeline",
+            "detach_uncond": call.detach_uncond,
         }
-        policy.gradient_checkpointing(self.checkpointing)
+        policy.gradient_checkpointing(cfg.train.gradient_checkpointing)
         lora = policy.trainable.lora is not None
-        with policy.view("default" if asked.adapted or not lora else "reference"):
+        with policy.view("default" if call.adapted or not lora else "reference"):
             return self._traced(
-                asked, lambda: policy.velocity(x, 0.5, cond, rows, **options), low=self.low
+                call,
+                lambda: policy.velocity(x, 0.5, cond, rows, **options),
+                low=self.low,
+                compiled=cfg.train.compile == "blocks",
             )
 
-    def _traced(self, asked: PolicyCall, call: Any, *, low: torch.dtype | None) -> Cost:
+    def _traced(
+        self,
+        call: PolicyCall,
+        run: Any,
+        *,
+        low: torch.dtype | None = None,
+        compiled: bool = False,
+    ) -> tuple[Cost, Cost]:
         meter, cuda = Meter(self.device), self.device.cuda
-        compiled = self.compiled and asked.what == "velocity"
-        with torch.set_grad_enabled(asked.grad), meter, Attention(low, cuda=cuda):
-            out: Tensor = call()
+        with torch.set_grad_enabled(call.grad), meter, Attention(low, cuda=cuda):
+            out: Tensor = run()
         forward = booked(meter, compiled=compiled)
-        if not asked.grad:
-            return Cost(forward=forward)
-        saved = meter.live - out.numel() * out.element_size()
+        if not call.grad:
+            return forward, Cost()
+        left = meter.live - out.numel() * out.element_size()
         grad, before = torch.empty_like(out), meter.live
         meter.reset_peak()
         with meter, Attention(low, cuda=cuda, keep=False):
@@ -163,14 +123,15 @@ class Costs:
                 (out,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
         whole = booked(meter, before, compiled=compiled)
-        backward = Part(
+        backward = replace(
+            whole,  # the meter's books hold the forward, too
             flops=whole.flops - forward.flops,
             seconds=whole.seconds - forward.seconds,
             operators=whole.operators - forward.operators,
-            peak=whole.peak,
+            left=-left,
             kinds={kind: took - forward.kinds.get(kind, 0.0) for kind, took in whole.kinds.items()},
         )
-        return Cost(forward=forward, backward=backward, saved=saved)
+        return replace(forward, left=left), backward
 
     @torch.no_grad()
     def _encode(self, prompts: int) -> Cost:
@@ -180,27 +141,27 @@ class Costs:
         with meter, Attention(self.low, cuda=self.device.cuda):
             answers = self.policy.encode_one()
         one = booked(meter)
-        sizes = [prompts * _bytes(answer) for answer in answers]
-        joined, host = max(sizes, default=0), 0
-        if not self.device.cuda:  # one memory for both
-            host = min(sum(sizes), LARGEST) + joined
-        forward = Part(
+        sizes = [prompts * answer.nbytes for answer in answers]
+        joined, kept = max(sizes, default=0), min(sum(sizes), LARGEST)
+        # on a CPU, host memory and the device's are one
+        host, left = (0, 0) if self.device.cuda else (kept + joined, kept)
+        return Cost(
             flops=prompts * one.flops,
             seconds=prompts * one.seconds,
             operators=prompts * one.operators,
             peak=one.peak + host + joined,
+            left=left,
             kinds={kind: prompts * took for kind, took in one.kinds.items()},
         )
-        return Cost(forward=forward, saved=0 if self.device.cuda else min(sum(sizes), LARGEST))
 
 
-def booked(meter: Meter, before: int = 0, *, compiled: bool = False) -> Part:
-    """What a meter has booked so far. before: bytes above which its peak is told. compiled: whether
-    the network's blocks are, which changes seconds on the device and nothing else."""
+def booked(meter: Meter, before: int = 0, *, compiled: bool = False) -> Cost:
+    """What a meter has booked so far, with its peak above `before` bytes. compiled: whether the
+    network's blocks are, which changes seconds on the device and nothing else."""
     kinds = dict(meter.by_kind)
     if compiled:
         kinds |= {kind: COMPILED * kinds[kind] for kind in POINTWISE if kind in kinds}
-    return Part(
+    return Cost(
         flops=meter.flops,
         seconds=sum(kinds.values()),
         operators=meter.operators,
@@ -209,23 +170,12 @@ def booked(meter: Meter, before: int = 0, *, compiled: bool = False) -> Part:
     )
 
 
-def _line(asked: PolicyCall, near: list[tuple[int, Cost]]) -> Cost:
-    """The cost on the line through two others."""
-    (a, low), (b, high) = near
-    share = (asked.rows - a) / (b - a)
-    return Cost(
-        forward=low.forward.between(high.forward, share),
-        backward=low.backward.between(high.backward, share),
-        saved=low.saved + share * (high.saved - low.saved),
-    )
-
-
-def _bytes(answer: Any) -> int:
-    """Bytes of the tensors of an answer, each storage counted once."""
-    tensors = [t for t in tree_leaves(_plain(answer)) if isinstance(t, Tensor)]
-    return sum({t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors}.values())
-
-
-def _plain(answer: Any) -> Any:
-    """A model output as a dict, which has leaves."""
-    return dict(answer) if isinstance(answer, dict) else answer
+def _on_line(
+    call: PolicyCall, low: tuple[int, tuple[Cost, Cost]], high: tuple[int, tuple[Cost, Cost]]
+) -> tuple[Cost, Cost]:
+    """Forward and backward on the lines through those of two other numbers of rows. The number of
+    operators is that of the second: a network's first call may have a few more."""
+    share = (call.rows - low[0]) / (high[0] - low[0])
+    names = ("flops", "seconds", "peak", "left", "kinds")
+    forward, backward = (on_line(a, b, share, *names) for a, b in zip(low[1], high[1], strict=True))
+    return forward, backward

@@ -16,72 +16,75 @@ import torch
 from flowrl.training.budget.architecture import Architecture, class_of
 
 Size = tuple[tuple[int, ...], torch.dtype | None]  # of one row; None: the networks' dtype
+Arguments = dict[tuple[Any, ...], Any]  # path of a call's argument -> a Size, or its value
 FP32 = torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkCall:
-    """One call of the network in an iteration of the loop. blocks: copies of the batch in it (of
-    guidance). rows: arguments with a row a prompt; shared: the others."""
+    """One call of the network at a denoising step."""
 
-    rows: dict[tuple[Any, ...], Size | list[Any]]
-    shared: dict[tuple[Any, ...], Any]
-    blocks: int = 1
-    latents: str = "hidden_states"
-    time: str = "t"
-    scaled: str = "1"
+    rows: Arguments  # those with a row a prompt
+    shared: Arguments  # the others, beside return_dict=False
+    blocks: int = 1  # copies of the batch in the call: branches of guidance
+    latents: str = "hidden_states"  # name of the argument that is the latents
+    time: str = "t"  # rule of the time argument (flowrl/policy/replay/arguments.py)
+    scaled: str = "1"  # rule by which latents are scaled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """A text encoder: how many tokens of a prompt it reads, and whether all its layers answer."""
+    """What a text encoder is asked for each prompt."""
 
-    part: str
-    tokens: int
-    hidden_states: bool = False
+    part: str  # name of the component
+    tokens: int  # of a prompt, padded
+    hidden_states: bool = False  # whether the states of all its layers are kept until it is done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShapes:
-    """latent: of one row as the sampler sees it; z: as the VAE gets it; image: what it makes of
-    it; media: the pipeline's. axes: which axis of image each of media is. shifted: whether latents
-    are shifted before the VAE."""
+    """What a pipeline's call gives its networks; shapes are of one row."""
 
-    pipeline: str
-    network: str
-    latent: tuple[int, ...]
-    z: tuple[int, ...]
-    image: tuple[int, ...]
-    media: tuple[int, ...]
-    calls: tuple[NetworkCall, ...]
-    encoders: tuple[Encoder, ...]
-    weights: tuple[float, ...]
-    cond: int = 0
-    rule: str = "linear"
-    prediction: str = "flow"
-    axes: tuple[int, ...] = (0, 1, 2)
-    shifted: bool = False
-    time_dtype: torch.dtype | None = FP32
+    pipeline: str  # name of its class
+    network: str  # component that denoises
+    latent: tuple[int, ...]  # as the sampler sees it
+    z: tuple[int, ...]  # as the VAE gets it
+    image: tuple[int, ...]  # what the VAE makes of it
+    media: tuple[int, ...]  # what the pipeline returns
+    calls: tuple[NetworkCall, ...]  # of a denoising step
+    encoders: tuple[Encoder, ...]  # in the order in which the pipeline asks them
+    weights: tuple[float, ...]  # of the branches of guidance
+    cond: int = 0  # which branch is the conditional one
+    rule: str = "linear"  # how branches are combined (flowrl/policy/replay/guidance.py)
+    prediction: str = "flow"  # what the network predicts: "flow" or "epsilon"
+    axes: tuple[int, ...] = (0, 1, 2)  # which axis of image each axis of media is
+    shifted: bool = True  # whether a constant is added to latents before the VAE
+    time_dtype: torch.dtype | None = FP32  # of the time argument; None: the networks'
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PipelineCall:
     """An architecture and the arguments of its pipeline's call, with the class's own defaults."""
 
-    a: Architecture
-    call: Mapping[str, Any]
-    net: dict[str, Any] = field(default_factory=dict)
-    vae: dict[str, Any] = field(default_factory=dict)
+    a: Architecture  # of the pipeline
+    call: Mapping[str, Any]  # arguments that a config sets
+    network: str = field(init=False)  # component that denoises
+    net: dict[str, Any] = field(init=False)  # its config
+    vae: dict[str, Any] = field(init=False)  # config of the VAE
 
     def __post_init__(self) -> None:
-        part = "unet" if "unet" in self.a.parts else "transformer"
-        self.net, self.vae = self.a.config(part), self.a.config("vae")
+        self.network = "unet" if "unet" in self.a.parts else "transformer"
+        self.net, self.vae = self.a.config(self.network), self.a.config("vae")
+
+    def shapes(self, **known: Any) -> CallShapes:
+        """CallShapes of this pipeline and network."""
+        return CallShapes(pipeline=self.a.pipeline, network=self.network, **known)
 
     def get(self, name: str) -> Any:
         """An argument of the call, or its default."""
         parameters = inspect.signature(class_of(self.a.pipeline).__call__).parameters
-        own = self.call.get(name)
-        return parameters[name].default if own is None and name in parameters else own
+        given = self.call.get(name)
+        return parameters[name].default if given is None and name in parameters else given
 
     def guided(self, name: str = "guidance_scale") -> float | None:
         """The scale of classifier-free guidance, where it is on."""
@@ -104,7 +107,7 @@ def call_shapes(a: Architecture, call: Mapping[str, Any]) -> CallShapes:
             f"flowrl budget knows the calls of {', '.join(PIPELINES)} with one denoiser, and"
             f" {a.source} is a {a.pipeline}"
         )
-    return PIPELINES[a.pipeline](_Asked(a, call))
+    return PIPELINES[a.pipeline](_PipelineCall(a, call))
 
 
 def _guidance(scale: float | None, *, cond: int) -> dict[str, Any]:
@@ -115,7 +118,7 @@ def _guidance(scale: float | None, *, cond: int) -> dict[str, Any]:
     return {"weights": pair if cond == 0 else pair[::-1], "cond": cond}
 
 
-def _image(of: _Asked, scale: int, usual: int) -> dict[str, Any]:
+def _image(of: _PipelineCall, scale: int, usual: int) -> dict[str, Any]:
     """Latents (C, h, w) that the sampler sees as the VAE does."""
     height, width = of.pixels(usual)
     channels = of.vae["latent_channels"]
@@ -129,7 +132,7 @@ def _kl_scale(vae: Mapping[str, Any]) -> int:
     return 2 ** (len(vae["block_out_channels"]) - 1)
 
 
-def _sd3(of: _Asked) -> CallShapes:
+def _sd3(of: _PipelineCall) -> CallShapes:
     scale, guided = _kl_scale(of.vae), of.guided()
     clips = [part for part in ("text_encoder", "text_encoder_2") if part in of.a.parts]
     clip, t5 = of.tokens("text_encoder"), int(of.get("max_sequence_length"))
@@ -142,20 +145,17 @@ def _sd3(of: _Asked) -> CallShapes:
             ("encoder_hidden_states",): ((clip + t5, of.net["joint_attention_dim"]), None),
             ("pooled_projections",): ((of.net["pooled_projection_dim"],), None),
         },
-        shared={("joint_attention_kwargs",): None, ("return_dict",): False},
+        shared={("joint_attention_kwargs",): None},
     )
-    return CallShapes(
-        pipeline=of.a.pipeline,
-        network="transformer",
+    return of.shapes(
         calls=(call,),
         encoders=tuple(encoders),
-        shifted=True,
         **_guidance(guided, cond=1),
         **_image(of, scale, of.net["sample_size"] * scale),
     )
 
 
-def _packed(of: _Asked, scale: int, frames: bool) -> tuple[dict[str, Any], tuple[int, int]]:
+def _packed(of: _PipelineCall, scale: int, frames: bool) -> tuple[dict[str, Any], tuple[int, int]]:
     """Latents in patches of 2 x 2, (S, 4 C) -> shapes, (rows, columns of patches)."""
     height, width = of.pixels(128 * scale)
     h, w = height // (2 * scale), width // (2 * scale)
@@ -166,12 +166,12 @@ def _packed(of: _Asked, scale: int, frames: bool) -> tuple[dict[str, Any], tuple
     return {"latent": (h * w, 4 * channels), "z": z, "image": image, "media": big}, (h, w)
 
 
-def _flux(of: _Asked) -> CallShapes:
+def _flux(of: _PipelineCall) -> CallShapes:
     sizes, _ = _packed(of, _kl_scale(of.vae), frames=False)
     if of.guided("true_cfg_scale") and of.call.get("negative_prompt") is not None:
         raise ValueError("flowrl budget does not know FLUX with true_cfg_scale above 1; leave it")
     length, patches = int(of.get("max_sequence_length")), sizes["latent"][0]
-    rows: dict[tuple[Any, ...], Size | list[Any]] = {
+    rows: Arguments = {
         ("encoder_hidden_states",): ((length, of.net["joint_attention_dim"]), None),
         ("pooled_projections",): ((of.net["pooled_projection_dim"],), None),
     }
@@ -181,17 +181,13 @@ def _flux(of: _Asked) -> CallShapes:
         ("img_ids",): ((patches, 3), None),
         ("txt_ids",): ((length, 3), None),
         ("joint_attention_kwargs",): {},
-        ("return_dict",): False,
     }
-    return CallShapes(
-        pipeline=of.a.pipeline,
-        network="transformer",
+    return of.shapes(
         calls=(NetworkCall(rows=rows, shared=shared, time="t / 1000"),),
         encoders=(
             Encoder(part="text_encoder", tokens=of.tokens("text_encoder")),
             Encoder(part="text_encoder_2", tokens=length),
         ),
-        shifted=True,
         time_dtype=None,
         **_guidance(None, cond=0),
         **sizes,
@@ -202,22 +198,18 @@ EMPTY_QWEN = 6  # tokens of " " in Qwen-Image's template, after those that it dr
 TEMPLATE_QWEN = 34  # tokens of the template, which are dropped
 
 
-def _qwen(of: _Asked) -> CallShapes:
+def _qwen(of: _PipelineCall) -> CallShapes:
     scale = 2 ** len(of.vae["temperal_downsample"])
     sizes, (h, w) = _packed(of, scale, frames=True)
     guided = of.guided("true_cfg_scale")
     length, width = int(of.get("max_sequence_length")), of.net["joint_attention_dim"]
 
     def call(tokens: int, masked: bool) -> NetworkCall:
-        rows: dict[tuple[Any, ...], Size | list[Any]] = {
+        rows: Arguments = {
             ("encoder_hidden_states",): ((tokens, width), None),
             ("img_shapes",): [[(1, h, w)]],
         }
-        shared: dict[tuple[Any, ...], Any] = {
-            ("guidance",): None,
-            ("attention_kwargs",): {},
-            ("return_dict",): False,
-        }
+        shared: Arguments = {("guidance",): None, ("attention_kwargs",): {}}
         if masked:
             rows[("encoder_hidden_states_mask",)] = ((tokens,), torch.int64)
         else:
@@ -225,20 +217,17 @@ def _qwen(of: _Asked) -> CallShapes:
         return NetworkCall(rows=rows, shared=shared, time="t / 1000")
 
     calls = [call(length, True), *([call(EMPTY_QWEN, False)] if guided else [])]
-    return CallShapes(
-        pipeline=of.a.pipeline,
-        network="transformer",
+    return of.shapes(
         calls=tuple(calls),
         encoders=(Encoder(part="text_encoder", tokens=length + TEMPLATE_QWEN, hidden_states=True),),
         rule="norm" if guided else "linear",
-        shifted=True,
         time_dtype=None,
         **_guidance(guided, cond=0),
         **sizes,
     )
 
 
-def _wan(of: _Asked) -> CallShapes:
+def _wan(of: _PipelineCall) -> CallShapes:
     space, time = of.vae["scale_factor_spatial"], of.vae["scale_factor_temporal"]
     (height, width), frames = of.pixels(480), int(of.get("num_frames"))
     down, across = (space * size for size in of.net["patch_size"][1:])
@@ -248,11 +237,9 @@ def _wan(of: _Asked) -> CallShapes:
     length, guided = int(of.get("max_sequence_length")), of.guided()
     call = NetworkCall(
         rows={("encoder_hidden_states",): ((length, of.net["text_dim"]), None)},
-        shared={("attention_kwargs",): None, ("return_dict",): False},
+        shared={("attention_kwargs",): None},
     )
-    return CallShapes(
-        pipeline=of.a.pipeline,
-        network="transformer",
+    return of.shapes(
         latent=z,
         z=z,
         image=(3, frames, height, width),
@@ -260,59 +247,40 @@ def _wan(of: _Asked) -> CallShapes:
         axes=(1, 0, 2, 3),
         calls=(call,) * (2 if guided else 1),
         encoders=(Encoder(part="text_encoder", tokens=length),),
-        shifted=True,
         **_guidance(guided, cond=0),
     )
 
 
-def _unet(of: _Asked, width: int, more: dict[tuple[Any, ...], Size | list[Any]]) -> CallShapes:
+def _unet(of: _PipelineCall) -> CallShapes:
     """Stable Diffusion: a UNet that predicts noise and reads text through cross attention."""
     scale, guided, clip = _kl_scale(of.vae), of.guided(), of.tokens("text_encoder")
     parts = [part for part in ("text_encoder", "text_encoder_2") if part in of.a.parts]
-    shared: dict[tuple[Any, ...], Any] = {
-        ("timestep_cond",): None,
-        ("cross_attention_kwargs",): None,
-        ("return_dict",): False,
-    }
-    if not more:
+    rows: Arguments = {("encoder_hidden_states",): ((clip, of.net["cross_attention_dim"]), None)}
+    shared: Arguments = {("timestep_cond",): None, ("cross_attention_kwargs",): None}
+    if xl := of.a.pipeline == "StableDiffusionXLPipeline":
+        pooled = of.a.config("text_encoder_2")["projection_dim"]
+        rows[("added_cond_kwargs", "text_embeds")] = ((pooled,), None)
+        rows[("added_cond_kwargs", "time_ids")] = ((6,), None)
+    else:
         shared[("added_cond_kwargs",)] = None
     call = NetworkCall(
-        blocks=2 if guided else 1,
-        rows={("encoder_hidden_states",): ((clip, width), None), **more},
-        shared=shared,
-        latents="sample",
-        scaled="1/r",
+        blocks=2 if guided else 1, rows=rows, shared=shared, latents="sample", scaled="1/r"
     )
-    xl = len(parts) > 1
-    return CallShapes(
-        pipeline=of.a.pipeline,
-        network="unet",
+    return of.shapes(
         calls=(call,),
         encoders=tuple(Encoder(part=part, tokens=clip, hidden_states=xl) for part in parts),
         prediction="epsilon",
+        shifted=False,
         **_guidance(guided, cond=1),
         **_image(of, scale, of.net["sample_size"] * scale),
     )
 
 
-def _sd15(of: _Asked) -> CallShapes:
-    return _unet(of, of.net["cross_attention_dim"], {})
-
-
-def _sdxl(of: _Asked) -> CallShapes:
-    pooled = of.a.config("text_encoder_2")["projection_dim"]
-    added: dict[tuple[Any, ...], Size | list[Any]] = {
-        ("added_cond_kwargs", "text_embeds"): ((pooled,), None),
-        ("added_cond_kwargs", "time_ids"): ((6,), None),
-    }
-    return _unet(of, of.net["cross_attention_dim"], added)
-
-
-PIPELINES: dict[str, Callable[[_Asked], CallShapes]] = {
+PIPELINES: dict[str, Callable[[_PipelineCall], CallShapes]] = {
     "StableDiffusion3Pipeline": _sd3,
     "FluxPipeline": _flux,
     "QwenImagePipeline": _qwen,
     "WanPipeline": _wan,
-    "StableDiffusionPipeline": _sd15,
-    "StableDiffusionXLPipeline": _sdxl,
+    "StableDiffusionPipeline": _unet,
+    "StableDiffusionXLPipeline": _unet,
 }

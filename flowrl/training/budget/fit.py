@@ -27,23 +27,24 @@ LARGE = 300_000_000  # weights of a network from which a run's budget is worth s
 class Step:
     """A budget, and the settings that it has in place of the config's."""
 
-    settings: Settings
-    budget: Budget
+    settings: Settings  # what differs from the config, by dotted name
+    budget: Budget  # of the config with these settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The config's own budget first, then with ever more settings changed."""
+    """Budgets of a config and of lighter ones."""
 
-    steps: list[Step]
+    steps: list[Step]  # the config as it is first, then with ever more settings changed
 
     @property
     def own(self) -> Budget:
+        """The budget of the config as it is."""
         return self.steps[0].budget
 
-    def on(self, gigabytes: float) -> Step | None:
-        """The first that a card with so many GiB holds; None: none does."""
-        return next((step for step in self.steps if step.budget.needed <= gigabytes), None)
+    def on(self, free: float) -> Step | None:
+        """The first step that a card with so many free GiB holds; None: none does."""
+        return next((step for step in self.steps if step.budget.needed <= free), None)
 
 
 def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> Fit:
@@ -89,6 +90,7 @@ def record(found: Fit) -> dict[str, Any]:
             "peak": b.peak,
             "needed": b.needed,
             "highest": b.highest,
+            # what stays, one by one: keys with a slash are parts of the key before it
             **{f"resident/{name}": size for name, size in b.fixed.items()},
         },
         "phases": {

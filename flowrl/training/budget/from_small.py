@@ -13,9 +13,9 @@ import torch
 
 from flowrl.config.schema import Config
 from flowrl.training.budget.call_shapes import CallShapes
+from flowrl.training.budget.line import at, on_line
 from flowrl.training.budget.phases import PHASES, Phase
-from flowrl.training.budget.rehearsal import WINNERS, Event, Rehearsal
-from flowrl.training.build import keeps_reference
+from flowrl.training.budget.rehearsal import WINNERS, Event, Rehearsal, Rehearsed
 
 EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
 ENOUGH = 40  # samples from which on a rehearsal tells larger ones
@@ -44,85 +44,58 @@ def enough(cfg: Config) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolated:
-    """What is told of a run: network rows of the first iteration and of a usual one, the phases of
-    that, and how many copies of the trained weights there are."""
+    """What rehearsals say of a run of any size."""
 
-    first: dict[str, int]
-    rows: dict[str, int]
-    phases: dict[str, Phase]
-    views: int
+    first: dict[str, int]  # network rows of the first iteration, by metric
+    rows: dict[str, int]  # and of a usual one
+    phases: dict[str, Phase]  # of a usual iteration
 
 
-def on_line(cfg: Config, small: Extrapolated, large: Extrapolated) -> Extrapolated:
-    """What is told of all prompts by the two rehearsals of fewer (see enough)."""
+def for_all_prompts(cfg: Config, small: Extrapolated, large: Extrapolated) -> Extrapolated:
+    """What two rehearsals of fewer prompts (see enough) say of all prompts."""
     few, more = enough(cfg)
-    share = (cfg.batch.prompts - few) / (more - few)  # of the step between the two, from the first
+    share = (cfg.batch.prompts - few) / (more - few)
 
-    def line(a: float, b: float) -> float:
-        return a + share * (b - a)
-
-    def counts(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-        found = {name: round(line(a[name], b[name])) for name in b}
+    def rows(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+        found = {name: round(number) for name, number in at(a, b, share).items()}
         found["nfe/reference"] += b["nfe/winners"] - found["nfe/winners"]
         return found
 
     def phase(a: Phase, b: Phase) -> Phase:
         # each kind of moment has a line of its own, and the highest is another with many prompts
-        lines = [line(a.moments.get(moment, gb), gb) for moment, gb in b.moments.items()]
-        return Phase(
-            gb=max(b.gb, *lines, 0.0),
-            seconds=line(a.seconds, b.seconds),
-            flops=line(a.flops, b.flops),
-            rows=round(line(a.rows, b.rows)),
-            ledger={kind: line(a.ledger.get(kind, 0.0), t) for kind, t in b.ledger.items()},
-        )
+        lines = [at(a.moments.get(moment, gb), gb, share) for moment, gb in b.moments.items()]
+        made = on_line(a, b, share, "seconds", "flops", "rows", "ledger")
+        return replace(made, gb=max(b.gb, *lines, 0.0), rows=round(made.rows))
 
     phases = {name: phase(small.phases[name], large.phases[name]) for name in PHASES}
-    winners = [told.phases[WINNERS] for told in (small, large)]
-    phases[WINNERS] = replace(winners[1], gb=phase(*winners).gb)
+    # rows of the winners are as many with any number of prompts
+    winners = large.phases[WINNERS]
+    phases[WINNERS] = replace(winners, gb=phase(small.phases[WINNERS], winners).gb)
     return Extrapolated(
-        first=counts(small.first, large.first),
-        rows=counts(small.rows, large.rows),
-        phases=phases,
-        views=large.views,
+        first=rows(small.first, large.first), rows=rows(small.rows, large.rows), phases=phases
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
-    """Metrics of the first iteration; events and metrics of a usual one; how many copies of the
-    trained weights there are; bytes of a rollout's states."""
-
-    first: dict[str, float]
-    events: list[Event]
-    metrics: dict[str, float]
-    views: int
-    states: float
 
 
 def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
     """A rehearsal, with the bytes of latents and media as they are."""
-    numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
-    samples = cfg.batch.prompts * cfg.batch.group
-    runs, sizes = [], []
-    exact = samples * max(numbers, media) <= EXACT
-    for side in SMALL[:1] if exact else SMALL:
-        latent = shapes.latent if exact else smaller(shapes.latent, side)
-        sizes.append(torch.Size(latent).numel())
-        drawn = shapes.media if exact else _media(shapes, sizes[-1] / numbers)
+
+    def run(latent: tuple[int, ...], media: tuple[int, ...]) -> Rehearsed:
         with _one_thread():
-            run = Rehearsal(cfg, shapes, latent, drawn)
-            runs.append(run.rehearse())
-    first, events, metrics, states = runs[-1]
-    if len(runs) == 2:
-        events = at_size(runs[0][1], events, sizes, numbers)
-        states *= numbers / sizes[1]
-    return Rehearsed(
-        first=first,
-        events=events,
-        metrics=metrics,
-        views=len(run.views) + keeps_reference(run.setup),
-        states=states,
+            return Rehearsal(cfg, shapes, latent, media).rehearse()
+
+    numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
+    if cfg.batch.prompts * cfg.batch.group * max(numbers, media) <= EXACT:
+        return run(shapes.latent, shapes.media)
+    latents = [smaller(shapes.latent, side) for side in SMALL]
+    sizes = [torch.Size(latent).numel() for latent in latents]
+    small, large = (
+        run(latent, _media(shapes, size / numbers))
+        for latent, size in zip(latents, sizes, strict=True)
+    )
+    return replace(
+        large,
+        events=at_size(small.events, large.events, sizes, numbers),
+        states=large.states * (numbers / sizes[1]),
     )
 
 
@@ -158,25 +131,18 @@ def at_size(
     The rows that policy/winner_gain looks at are drawn among those of positive advantage, which of
     a tree depends on log-probs, and so on the size: its events are those of the larger one.
     """
-    slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
+    share = (numbers - sizes[0]) / (sizes[1] - sizes[0])
     few, more = ([e for e in events if e.phase != WINNERS] for events in (small, large))
-    lines = iter([_extrapolated(a, b, slope) for a, b in zip(few, more, strict=True)])
-    return [_scaled(e, numbers / sizes[1]) if e.phase == WINNERS else next(lines) for e in large]
+    lines = iter([_on_line(a, b, share) for a, b in zip(few, more, strict=True)])
+    return [
+        _on_line(replace(e, live=0.0, since=0.0, moved=0.0), e, numbers / sizes[1])
+        if e.phase == WINNERS
+        else next(lines)
+        for e in large
+    ]
 
 
-def _scaled(event: Event, factor: float) -> Event:
-    """The event with `factor` times the bytes."""
-    return replace(
-        event, live=factor * event.live, since=factor * event.since, moved=factor * event.moved
-    )
-
-
-def _extrapolated(small: Event, large: Event, slope: float) -> Event:
-    """The event at a size that lies `slope` times the step between two others above the first."""
-    assert (small.phase, small.asked, small.backward) == (large.phase, large.asked, large.backward)
-    names = ("live", "since", "moved")
-    line = {
-        name: getattr(small, name) + slope * (getattr(large, name) - getattr(small, name))
-        for name in names
-    }
-    return replace(large, **line)
+def _on_line(small: Event, large: Event, share: float) -> Event:
+    """The event with the bytes of another size."""
+    assert (small.phase, small.call, small.backward) == (large.phase, large.call, large.backward)
+    return on_line(small, large, share, "live", "since", "moved")

@@ -34,17 +34,16 @@ ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """makes: its results are storages of their own; costs: it does anything but look at memory in
-    another way; kind: which rate it has; formula: torch's, of its FLOPs."""
+    """What an operator does to memory and time."""
 
-    makes: bool
-    costs: bool
-    kind: str
-    formula: Any
+    makes: bool  # its results are storages of their own
+    costs: bool  # it does more than look at memory in another way
+    kind: str  # which of the device's rates it has; "": pointwise
+    formula: Any  # torch's formula of its FLOPs; None: it has none
 
 
 class Meter(TorchDispatchMode):
-    """Inside, every operator is booked. device: whose seconds; None: none."""
+    """A mode in which every operator is booked. device: whose seconds; None: none are booked."""
 
     def __init__(self, device: Device | None = None) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class Meter(TorchDispatchMode):
         return out
 
     def _know(self, func: Any) -> Operator:
-        """What an operator is, found once."""
+        """Find out what an operator is, and remember it."""
         name = str(func).removeprefix("aten.").split(".")[0]
         infos = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
         view = any(not info.is_write for info in infos)
@@ -135,7 +134,7 @@ class Meter(TorchDispatchMode):
 
 
 def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """As torch counts fused attention: two products forward, five backward."""
+    """FLOPs of fused attention as torch counts them: two products forward, five backward."""
     q, k, v = args[1:4] if len(args) > 5 else args[:3]
     a_product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     width, own = q.shape[3], v.shape[3]
@@ -161,9 +160,9 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 
 class Attention(TorchFunctionMode):
-    """Inside, scaled dot product attention is one fused operator on meta tensors too, and networks
-    run as under torch.autocast with `low`: what the GPU's autocast casts, or the CPU's. keep: a
-    trained weight is cast once and kept to the end, as there; a backward is outside of autocast."""
+    """A mode in which attention is one fused operator on meta tensors too, and networks run as
+    under torch.autocast to `low`, of a GPU or a CPU. keep: a trained weight is cast once and kept,
+    as autocast does in a forward; a backward runs outside of it."""
 
     def __init__(
         self, low: torch.dtype | None = None, *, cuda: bool = True, keep: bool = True

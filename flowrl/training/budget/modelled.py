@@ -23,14 +23,14 @@ from flowrl.policy.replay.guidance import Guidance
 from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.pixels import Pixels
 from flowrl.training.budget.architecture import Architecture
-from flowrl.training.budget.call_shapes import CallShapes, Encoder, call_shapes
+from flowrl.training.budget.call_shapes import CallShapes, Encoder, NetworkCall, call_shapes
 
 META = torch.device("meta")
 
 
 class ModelledPolicy(Policy):
-    """See Policy. call: arguments of the pipeline's call. decoder: type of the VAE; dtype: of all
-    others."""
+    """A policy of meta tensors. call: arguments of the pipeline's call; decoder: dtype of the VAE;
+    dtype: of all other parts."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class ModelledPolicy(Policy):
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
     ) -> Cond:
-        """What is bound of each prompt; the encoders are run by `encode_one`."""
+        """What is bound of each prompt; `encode_one` runs the encoders."""
         return cond_of(self.shapes, prompts, self.dtype, META)
 
     def encode_one(self) -> list[Tensor]:
-        """One prompt through every text encoder, as a run asks them, row by row -> what a run keeps
-        of their answers: the states of a layer."""
+        """One prompt through every text encoder, as in a run -> what a run keeps of each answer,
+        the states of a layer."""
         return [_encoded(self.others[e.part], e) for e in self.shapes.encoders]
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
@@ -88,7 +88,7 @@ class ModelledPolicy(Policy):
         return self.decoder(x)
 
     def tile_decoder(self, on: bool = True) -> None:
-        """See Policy.tile_decoder. on: False: whole media again."""
+        """See Policy.tile_decoder. on: False decodes whole media again."""
         vae: Any = self.vae
         if on and not hasattr(vae, "enable_tiling"):
             super().tile_decoder()
@@ -97,7 +97,7 @@ class ModelledPolicy(Policy):
 
 
 def evenly(steps: int) -> Schedule:
-    """Evenly spaced: costs depend on how many steps there are, not on where they lie."""
+    """A schedule of even steps: costs depend on how many there are, not on where they lie."""
     sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
@@ -121,7 +121,7 @@ def _encoded(module: Any, encoder: Encoder) -> Tensor:
 
 
 def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
-    """The Replay that a policy would infer."""
+    """The Replay that a policy would infer from its pipeline."""
     identity = Affine(1, 1, shapes.latent, None, torch.tensor(1.0, dtype=torch.float64), None)
     plans = [
         CallPlan(
@@ -133,7 +133,7 @@ def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
                 Rows(path, 0, call.blocks, 1, is_list=isinstance(value, list))
                 for path, value in call.rows.items()
             ],
-            shared={path: _on_meta(value, dtype) for path, value in call.shared.items()},
+            shared=_shared(call, dtype),
             out=identity,
         )
         for call in shapes.calls
@@ -151,7 +151,7 @@ def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
 def cond_of(
     shapes: CallShapes, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Cond:
-    """Prompts bound to the calls, without values."""
+    """Prompts bound to the calls, as tensors without values."""
 
     def kept(value: Any, blocks: int) -> Any:
         if isinstance(value, list):
@@ -163,23 +163,25 @@ def cond_of(
         {path: kept(value, call.blocks) for path, value in call.rows.items()}
         for call in shapes.calls
     ]
-    shared: list[dict[Path, Any]] = [
-        {path: _on_meta(value, dtype) for path, value in call.shared.items()}
-        for call in shapes.calls
-    ]
+    shared = [_shared(call, dtype) for call in shapes.calls]
     items = tuple(PromptItem(prompt) for prompt in prompts)
     return Cond(items, [Group([rows], [shared])], [(0, k) for k in range(len(items))])
 
 
-def _on_meta(value: Any, dtype: torch.dtype) -> Any:
-    """A shared argument: (size, dtype) becomes a tensor."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple):
-        return torch.empty(value[0], dtype=value[1] or dtype, device=META)
-    return value
+def _shared(call: NetworkCall, dtype: torch.dtype) -> dict[Path, Any]:
+    """A call's arguments that all rows share: a Size becomes a tensor."""
+
+    def on_meta(value: Any) -> Any:
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple):
+            return torch.empty(value[0], dtype=value[1] or dtype, device=META)
+        return value
+
+    shared = {path: on_meta(value) for path, value in call.shared.items()}
+    return {**shared, ("return_dict",): False}
 
 
 def decoder_of(shapes: CallShapes, vae: Any) -> Decoder:
-    """The Decoder that a policy would infer."""
+    """The Decoder that a policy would infer from its pipeline."""
     numbers = torch.Size(shapes.latent).numel()
     packed = shapes.latent != shapes.z
     before = Affine(

@@ -7,33 +7,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from flowrl.training.budget.call_costs import Cost, Costs, Part
+from flowrl.config.schema import Config
+from flowrl.training.budget.call_costs import Cost, Costs
 from flowrl.training.budget.rehearsal import WINNERS, Event, PolicyCall
 from flowrl.training.budget.roofline import GIB, Device
 from flowrl.training.budget.weight_costs import WeightCosts
 
 PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "update", "optimizer")
 
-# what is asked for (of any number of rows), whether it is the gradient of that, and whether it is
-# the call itself or what lies between the call before and it
+# a kind of moment: the call (with rows=0), whether it is its backward, and whether it is during the
+# call or between the call before and it
 Moment = tuple[PolicyCall | None, bool, bool]
 
 
 @dataclass(slots=True)
 class Phase:
-    """gb: highest memory while it lasts, above weights and what stays; seconds, flops, rows: of an
-    iteration, of one process. moments: the highest memory at each kind of its moments."""
+    """What one phase of an iteration takes, on one process."""
 
-    gb: float = 0.0
-    seconds: float = 0.0
-    flops: float = 0.0
-    rows: int = 0
-    # of the device by kind of operator; "host": what it waits for; "loop": its own operators
+    gb: float = 0.0  # GiB at its highest moment, above weights and what else stays
+    seconds: float = 0.0  # of an iteration, host and device together
+    flops: float = 0.0  # of an iteration
+    rows: int = 0  # network rows, by forwards
+    # the seconds, by kind of operator; "host": the device waits; "loop": the loop's own operators
     ledger: dict[str, float] = field(default_factory=dict)
-    moments: dict[Moment, float] = field(default_factory=dict)
+    moments: dict[Moment, float] = field(default_factory=dict)  # highest GiB at each kind of moment
 
-    def reach(self, moment: Moment, gb: float) -> None:
-        """Memory was this high at a moment of this kind."""
+    def reach(self, moment: Moment, size: float) -> None:
+        """Note that so many bytes lived at a moment of this kind."""
+        gb = size / GIB
         self.moments[moment] = max(self.moments.get(moment, 0.0), gb)
         self.gb = max(self.gb, gb)
 
@@ -45,14 +46,15 @@ class Phase:
         for kind, seconds in other.ledger.items():
             self.spend(kind, seconds)
 
-    def take(self, part: Part, device: Device) -> None:
-        """Add the time of a call."""
-        took = device.call(part.seconds, part.operators)
-        for kind, seconds in (part.kinds | {"host": took - part.seconds}).items():
+    def take(self, cost: Cost, device: Device) -> None:
+        """Add the time and FLOPs of a call."""
+        took = device.call(cost.seconds, cost.operators)
+        for kind, seconds in (cost.kinds | {"host": took - cost.seconds}).items():
             self.spend(kind, seconds)
-        self.flops += part.flops
+        self.flops += cost.flops
 
     def spend(self, kind: str, seconds: float) -> None:
+        """Add seconds of a kind of operator."""
         if seconds:
             self.seconds += seconds
             self.ledger[kind] = self.ledger.get(kind, 0.0) + seconds
@@ -61,7 +63,7 @@ class Phase:
 def simulated(
     events: list[Event],
     costs: Costs,
-    device: Device,
+    cfg: Config,
     *,
     cond: float,
     gradients: float,
@@ -70,39 +72,34 @@ def simulated(
     """Peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of its
     prompts, bound to the calls; gradients: of those of all trained weights.
 
-    A forward with a gradient leaves what its backward reads, `held` until that is over. Gradients
-    are there from the end of an update's first backward to the end of the optimizer's step.
+    A forward with a gradient leaves what its backward reads, which lives until that is over.
     """
-    phases = {name: Phase() for name in (*PHASES, WINNERS)}
-    held, summed = 0.0, 0.0
+    phases, device = {name: Phase() for name in (*PHASES, WINNERS)}, costs.device
+    left, summed = 0.0, 0.0  # bytes that calls have left, and of gradients
     for event in events:
+        # what the loop's own operators took since the event before
         phase = phases[event.phase] if event.phase in phases else Phase()
-        kind = replace(event.asked, rows=0) if event.asked else None
-        phase.reach((kind, event.backward, False), (event.since + held + summed) / GIB)
+        kind = replace(event.call, rows=0) if event.call else None
+        phase.reach((kind, event.backward, False), event.since + left + summed)
         loop = device.call(device.seconds("", 0, event.moved), event.operators)
         phase.spend("loop", loop if event.operators else 0.0)
-        if event.asked is None:
+        if event.call is None:
+            # gradients are there from an update's first backward to the optimizer's step
             summed = 0.0 if event.phase == "optimizer" else summed
             continue
-        asked, cost = event.asked, costs.of(event.asked)
-        part: Part = cost.backward if event.backward else cost.forward
-        if asked.what == "velocity":
-            passes = 1 + (float(costs.checkpointing) if event.backward else 0.0)
-            part = part.paying(weights, device, passes, backward=event.backward)
-        own = phases["encode"] if asked.what == "encode" else phase
-        own.reach((kind, event.backward, True), (event.live + held + part.peak + summed) / GIB)
-        own.take(part, device)
-        held += _kept(asked, cost, event.backward, cond)
+
+        # what the call takes on top of it
+        call, cost = event.call, costs.of(event.call, cfg)[event.backward]
+        if call.what == "velocity":
+            passes = 1 + float(cfg.train.gradient_checkpointing) * event.backward
+            cost = weights.paid(cost, device, passes, backward=event.backward)
+            phase.rows += 0 if event.backward else call.rows * call.branches
+        moment = (kind, event.backward, True)
+        where = phases["encode"] if call.what == "encode" else phase
+        where.reach(moment, event.live + left + cost.peak + summed)
+        where.take(cost, device)
+        left += cost.left + (cond if call.what == "encode" else 0.0)
         if event.backward:
             summed = gradients
-            own.reach((kind, event.backward, True), (event.live + held + summed) / GIB)
-        if asked.what == "velocity" and not event.backward:
-            own.rows += asked.rows * asked.branches
+            where.reach(moment, event.live + left + summed)
     return phases
-
-
-def _kept(asked: PolicyCall, cost: Cost, backward: bool, cond: float) -> float:
-    """Bytes that live on after a call, above what the loop holds."""
-    if asked.what == "encode":
-        return cost.saved + cond
-    return -cost.saved if backward else cost.saved

@@ -14,7 +14,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -34,54 +33,55 @@ from flowrl.rewards.core.features import features_bytes
 from flowrl.rewards.core.reward_set import sizes
 from flowrl.runtime.processes.world import buckets
 from flowrl.training.budget.architecture import read
-from flowrl.training.budget.call_costs import Cost, Costs, Part, booked
-from flowrl.training.budget.from_small import Extrapolated, Rehearsed, enough, on_line, rehearsed
+from flowrl.training.budget.call_costs import Cost, Costs, booked
+from flowrl.training.budget.from_small import Extrapolated, enough, for_all_prompts, rehearsed
 from flowrl.training.budget.meter import Meter
 from flowrl.training.budget.modelled import ModelledPolicy
 from flowrl.training.budget.phases import Phase, simulated
-from flowrl.training.budget.rehearsal import WINNERS, PolicyCall
+from flowrl.training.budget.rehearsal import WINNERS, PolicyCall, Rehearsed
 from flowrl.training.budget.roofline import GIB, Device
 from flowrl.training.budget.weight_costs import (
     WeightCosts,
     encoders_size,
+    size_of,
     weight_costs,
 )
+from flowrl.training.build import keeps_reference
 from flowrl.training.checks import check_apart, check_batch
-from flowrl.training.setup import check_guidance, rows_of_a_state
+from flowrl.training.setup import Setup, set_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Of one process. fixed: gigabytes that stay, by what they are; phases: of the second
-    iteration; rows: what its metrics would say; first: rows of the first iteration."""
+    """What one process will need, in GiB, seconds and FLOPs of a usual iteration."""
 
-    model: str
-    pipeline: str
-    architecture: str
-    device: Device
-    gpus: int
-    samples: int  # an iteration, over all processes
-    fixed: dict[str, float]
-    phases: dict[str, Phase]
-    rows: dict[str, int]
-    first: dict[str, int]
-    reduced: dict[str, float]  # gradients summed over processes: gigabytes and seconds
-    parameters: dict[str, int]
-    notes: list[str] = field(default_factory=list)
+    model: str  # model.source of the config
+    pipeline: str  # name of the pipeline's class
+    architecture: str  # where the networks' sizes were read
+    device: Device  # whose seconds and memory these are
+    gpus: int  # processes, one a device
+    samples: int  # in an iteration, over all processes
+    fixed: dict[str, float]  # GiB that stay, by what they are
+    phases: dict[str, Phase]  # in their order
+    rows: dict[str, int]  # network rows, by the metric that will count them
+    first: dict[str, int]  # the same, of the first iteration
+    reduced: dict[str, float]  # gradients summed over processes: "gb" and "seconds"
+    parameters: dict[str, int]  # numbers of the "network" and of what is "trained"
+    notes: list[str] = field(default_factory=list)  # what is not counted, a sentence each
 
     @property
     def resident(self) -> float:
-        """Gigabytes that stay."""
+        """GiB that stay."""
         return sum(self.fixed.values())
 
     @property
     def peak(self) -> float:
-        """Gigabytes of tensors at the highest moment."""
+        """GiB of tensors at the highest moment."""
         return self.resident + max(phase.gb for phase in self.phases.values())
 
     @property
     def needed(self) -> float:
-        """Gigabytes of a card: the peak, 4% that the allocator cannot use, and the driver's."""
+        """GiB that a card must have: the peak, 4% that the allocator cannot use, the driver's."""
         return self.peak * (1.04 if self.device.cuda else 1.0) + self.device.reserve
 
     @property
@@ -91,11 +91,12 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, without rewards and evaluations."""
+        """Seconds of an iteration, without rewards and evaluations."""
         return sum(phase.seconds for phase in self.phases.values()) + self.reduced["seconds"]
 
     @property
     def flops(self) -> float:
+        """FLOPs of an iteration."""
         return sum(phase.flops for phase in self.phases.values())
 
     @property
@@ -128,38 +129,47 @@ class Planner:
         )
         self.policy.trainable.named()  # in full mode its weights are fp32 from here on
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
-        self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
-        self.costs: dict[tuple[bool | float, str, bool], Costs] = {}
-        self.apart: dict[bool, dict[PolicyCall, Cost]] = {True: {}, False: {}}  # by tiling
+        low = None if context is nullcontext else DTYPES[cfg.train.precision]
+        self.costs = Costs(self.policy, device, low=low)
         self.rehearsals: dict[str, Rehearsed] = {}  # by what they depend on
 
     @property
     def parameters(self) -> int:
-        """Of the network, without adapters."""
-        return sum(p.numel() for p in _frozen(self.policy).values())
+        """Weights of the network, without adapters."""
+        (network,) = self.policy.networks.values()
+        return sum(p.numel() for name, p in network.named_parameters() if "lora_" not in name)
 
     @property
     def state(self) -> int:
         """Network rows of one state: a batch.micro below it changes nothing."""
-        algorithm = make_algorithm(self.cfg)
-        guidance = check_guidance(self.cfg, algorithm, self.policy)
-        return rows_of_a_state(guidance, algorithm, self.policy)
+        return self._setup(self.cfg).state_rows
+
+    def _setup(self, cfg: Config) -> Setup:
+        """What the loop makes of a config, with this policy."""
+        return set_up(cfg, make_algorithm(cfg), self.policy)
 
     def budget(self, cfg: Config | None = None) -> Budget:
-        """The budget of the config, or of one that differs in its batch, checkpointing, compiling,
-        and how weights are held."""
+        """The budget of the config, or of one that differs from it in its batch, checkpointing,
+        compiling, and how weights are kept."""
+        # an iteration of one process, which has its part of the prompts; two rehearsals of fewer
+        # prompts say what one of all would
         cfg = cfg or self.cfg
-        own = share(cfg, self.gpus)
+        process = share(cfg, self.gpus)
         weights = weight_costs(cfg, self.policy, self.gpus)
-        told = [
-            self._of_prompts(combine.changed(own, {"batch.prompts": few}), weights)
-            for few in enough(own)
+        sizes = [
+            self._of_prompts(combine.changed(process, {"batch.prompts": few}), weights)
+            for few in enough(process)
         ]
-        whole = told[0] if len(told) == 1 else on_line(own, *told)
+        whole = sizes[0] if len(sizes) == 1 else for_all_prompts(process, *sizes)
+
+        # policy/winner_gain is a phase of its own up to here, since it looks at as many rows
+        # whatever the number of prompts
         phases = whole.phases
         phases["reference"].join(phases.pop(WINNERS))
         for counts in (whole.first, whole.rows):
             del counts["nfe/winners"]
+
+        # what no rehearsal sees: weights that come and go, and the optimizer's step
         self._moved(cfg, phases, weights)
         step = self._step
         phases["optimizer"].gb = max(
@@ -175,7 +185,7 @@ class Planner:
             device=self.device,
             gpus=self.gpus,
             samples=cfg.batch.prompts * cfg.batch.group,
-            fixed=self._fixed(cfg, whole.views, weights),
+            fixed=self._fixed(cfg, weights),
             phases=phases,
             rows=whole.rows,
             first=whole.first,
@@ -186,51 +196,33 @@ class Planner:
 
     @cached_property
     def _numbers(self) -> int:
-        """Of the trained weights."""
+        """How many numbers are trained."""
         return sum(p.numel() for p in self.policy.trainable.named().values())
 
     @cached_property
-    def _step(self) -> Part:
+    def _step(self) -> Cost:
+        """The cost of an optimizer step."""
         return _optimizer(self.policy, self.device)
 
-    def _of_prompts(self, own: Config, weights: WeightCosts) -> Extrapolated:
-        """What a rehearsal of one process tells."""
+    def _of_prompts(self, cfg: Config, weights: WeightCosts) -> Extrapolated:
+        """What a rehearsal of one process says, by its config."""
         # it is the same wherever states are kept
-        batch = f"{own.batch.model_copy(update={'states': 'device'})} {own.train.compile}"
+        batch = f"{cfg.batch.model_copy(update={'states': 'device'})} {cfg.train.compile}"
         if batch not in self.rehearsals:
-            self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
+            self.rehearsals[batch] = rehearsed(cfg, self.policy.shapes)
         known = self.rehearsals[batch]
         events = known.events
-        if own.batch.states == "host":
+        if cfg.batch.states == "host":
             events = [event.without(known.states) for event in events]
-        cond = _cond_bytes(self.policy, own)
         phases = simulated(
             events,
-            self._costs(own),
-            self.device,
-            cond=cond,
-            gradients=self._gradients(own),
+            self.costs,
+            cfg,
+            cond=_cond_bytes(self.policy, cfg),
+            gradients=self._gradients(cfg),
             weights=weights,
         )
-        return Extrapolated(
-            first=_rows(known.first), rows=_rows(known.metrics), phases=phases, views=known.views
-        )
-
-    def _costs(self, cfg: Config) -> Costs:
-        """Costs of calls under the settings that change them."""
-        tiled = cfg.model.tiling
-        key = (cfg.train.gradient_checkpointing, cfg.train.compile, tiled)
-        if key not in self.costs:
-            self.costs[key] = Costs(
-                self.policy,
-                self.device,
-                low=self.low,
-                checkpointing=cfg.train.gradient_checkpointing,
-                compiled=cfg.train.compile == "blocks",
-                tiled=tiled,
-                apart=self.apart[tiled],
-            )
-        return self.costs[key]
+        return Extrapolated(first=dict(known.first), rows=dict(known.rows), phases=phases)
 
     def _reduced(self, cfg: Config, trained: list[torch.nn.Parameter]) -> dict[str, float]:
         """What processes send each other in the updates of an iteration to sum their gradients.
@@ -242,8 +234,8 @@ class Planner:
         return {"gb": updates * size / GIB, "seconds": updates * seconds}
 
     def _moved(self, cfg: Config, phases: dict[str, Phase], weights: WeightCosts) -> None:
-        """Weights that leave the device are there in some phases alone, and come back once an
-        iteration after each."""
+        """Add weights that leave the device to the phases in which they are there, and the seconds
+        in which they come back, once an iteration after each absence."""
         if cfg.model.encoders == "leave":
             size = encoders_size(self.policy)
             phases["encode"].gb += size / GIB
@@ -261,8 +253,8 @@ class Planner:
             phases["reward"].spend("upload", self.rewards / self.device.upload)
 
     def _own(self, cfg: Config) -> int:
-        """How many of the trained numbers a process has: copies and gradients are split as the
-        weights are."""
+        """How many of the trained numbers a process has: copies, moments and gradients are split
+        as the weights are."""
         shared = cfg.train.mode == "full" and cfg.train.shard
         return self._numbers // self.gpus if shared else self._numbers
 
@@ -270,28 +262,25 @@ class Planner:
         """Bytes of the gradients of an update."""
         return 4.0 * self._own(cfg)
 
-    def _fixed(self, cfg: Config, views: int, weights: WeightCosts) -> dict[str, float]:
-        """Gigabytes that stay: weights, and what belongs to those that are trained."""
-        low_moments = cfg.optimizer.name == "adamw8bit"
-        numbers = self._own(cfg)
+    def _fixed(self, cfg: Config, weights: WeightCosts) -> dict[str, float]:
+        """GiB that stay, by what they are: weights, and what belongs to those that are trained."""
+        low_moments, setup = cfg.optimizer.name == "adamw8bit", self._setup(cfg)
+        numbers, prompts = self._own(cfg), cfg.batch.prompts // self.gpus
         copies = {
             "trained": 1 if cfg.train.mode == "lora" else 0,
-            "views": views,
+            "views": len(setup.algorithm.views) + keeps_reference(setup),
             "moments": 2 * (1 / 4 + 1 / 256) if low_moments else 2,  # a byte, a scale for 256
             "average": 1 if cfg.ema.decay else 0,
         }
         leaving = cfg.model.encoders == "leave"
-        prompts = cfg.iterations * cfg.batch.prompts // self.gpus
-        answers = (
-            self._costs(cfg)
-            .of(PolicyCall(what="encode", rows=cfg.batch.prompts // self.gpus))
-            .saved
-        )
-        filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
+        # encoders' answers are kept until there are LARGEST bytes of them
+        answers = self.costs.of(PolicyCall(what="encode", rows=prompts), cfg)[0].left
+        asked = cfg.iterations * cfg.batch.prompts // self.gpus
+        filled = min(LARGEST, answers * asked / max(1, prompts))
         found = {
             "network": weights.stays if cfg.model.offload == "none" else 0.0,
             "text encoders": 0.0 if leaving else encoders_size(self.policy),
-            "vae": _size(dict(self.policy.vae.named_parameters())),
+            "vae": size_of(self.policy.vae),
             "rewards": self.features + (0.0 if cfg.model.offload == "all" else self.rewards),
             **{name: 4.0 * count * numbers for name, count in copies.items()},
             "kept answers of encoders": filled,
@@ -300,7 +289,7 @@ class Planner:
 
 
 def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
-    """ValueError where a run would not start, or the budget does not know what it would do."""
+    """Raise ValueError where a run would not start, or the budget does not know what it does."""
     combine.check(cfg)
     check_apart(cfg, climbs(cfg))
     if gpus < 1:
@@ -343,24 +332,14 @@ def share(cfg: Config, gpus: int) -> Config:
 
 
 def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:
-    """Of the prompts of an iteration, bound to the calls of the network."""
+    """Bytes of an iteration's prompts, bound to the calls of the network."""
     cond = policy.encode(["prompt"] * cfg.batch.prompts)
     kept = [v for calls in cond.groups[0].kept for call in calls for v in call.values()]
     return float(sum(v.numel() * v.element_size() for v in kept if isinstance(v, torch.Tensor)))
 
 
-def _frozen(policy: ModelledPolicy) -> dict[str, Any]:
-    """Weights of the network as loaded, without adapters."""
-    (network,) = policy.networks.values()
-    return {name: p for name, p in network.named_parameters() if "lora_" not in name}
-
-
-def _size(weights: dict[str, Any]) -> float:
-    return float(sum(p.numel() * p.element_size() for p in weights.values()))
-
-
-def _optimizer(policy: ModelledPolicy, device: Device) -> Part:
-    """Clipping and a step of AdamW, whose moments are there already."""
+def _optimizer(policy: ModelledPolicy, device: Device) -> Cost:
+    """The cost of clipping and a step of AdamW, whose moments are there already."""
     weights = list(policy.trainable.named().values())
     adamw = torch.optim.AdamW(weights, lr=1e-3, foreach=device.cuda)
     for weight in weights:
@@ -374,14 +353,8 @@ def _optimizer(policy: ModelledPolicy, device: Device) -> Part:
     return booked(meter)
 
 
-def _rows(metrics: dict[str, float]) -> dict[str, int]:
-    """The counts of a line of metrics."""
-    names = ("nfe/rollout", "nfe/reference", "nfe/update", "nfe/winners", "policy/rows")
-    return {name: round(metrics.get(name, 0.0)) for name in names}
-
-
 def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> list[str]:
-    """What the numbers do not hold."""
+    """What the numbers leave out, a sentence each."""
     notes = [
         "of rewards, the weights alone are counted: neither what they take above these while they"
         " score nor their seconds; nor are evaluations"
@@ -392,6 +365,6 @@ def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> lis
             "where the ratio's self-test finds that low precision is not exact enough, old"
             " log-probs are computed again: a forward more for every trained row"
         )
-    if not device.measured:
+    if device.cuda:
         notes.append(f"seconds are {device.source}: not measured on a GPU")
     return notes

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,32 +52,28 @@ WINNERS = "winners"  # the phase of policy/winner_gain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCall:
-    """What one call of the policy is, all that its cost depends on. what: "velocity", "decode" or
-    "encode"; rows: states, media or prompts; branches: network rows a state."""
+    """What one call of the policy is: all that its cost depends on, beside a run's settings."""
 
-    what: str
-    rows: int
-    branches: int = 1
-    guidance: str = "none"  # "none" or "guided"
-    detach_uncond: bool = False
-    grad: bool = False
-    adapted: bool = True  # by LoRA; the reference is not
+    what: Literal["velocity", "decode", "encode"]  # method of the policy
+    rows: int  # states, media or prompts
+    branches: int = 1  # network rows of a state
+    guidance: Literal["none", "guided"] = "none"  # guided: more than one branch
+    detach_uncond: bool = False  # whether guidance's other branch has no gradient
+    grad: bool = False  # whether a backward follows
+    adapted: bool = True  # by LoRA, which the reference is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A moment of an iteration. asked: what the policy is asked, None where a phase begins or
-    ends; backward: its gradient. live: bytes of the loop's own tensors, above those at the start of
-    the iteration; since, moved, operators: their peak, the bytes that its operators moved and the
-    number of these, since the event before. phase: where that was."""
+    """A moment of an iteration: a call of the policy, or the begin or end of a phase."""
 
-    phase: str
-    asked: PolicyCall | None
-    backward: bool
-    live: float
-    since: float
-    moved: float
-    operators: int
+    phase: str  # of the ledger; "other" between phases
+    call: PolicyCall | None  # None where a phase begins or ends
+    backward: bool  # whether it is the call's backward
+    live: float  # bytes of the loop's own tensors, above those at the start of the iteration
+    since: float  # the same, at the highest moment since the event before
+    moved: float  # bytes that the loop's operators read and wrote since the event before
+    operators: int  # number of the loop's operators since the event before
 
     def without(self, states: float) -> Event:
         """The event where so many bytes of states lie in host memory; while they are made, all are
@@ -88,28 +84,45 @@ class Event:
         return replace(self, live=live, since=since)
 
 
-@dataclass(slots=True)
-class Notes:
-    """What was written down in an iteration."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """What two rehearsed iterations say of a run."""
 
-    meter: Meter
-    events: list[Event] = field(default_factory=list)
-    start: int = 0
-    before: tuple[float, int] = (0.0, 0)
+    first: dict[str, int]  # network rows of the first iteration, by metric
+    rows: dict[str, int]  # and of the second, which is a usual one
+    events: list[Event]  # of the second iteration
+    states: float  # bytes of a rollout's states
+
+
+class NotedLedger(Ledger):
+    """A ledger that writes down when phases begin and end and what the policy is asked, with the
+    memory and operators of the loop between. References after the update, of policy/winner_gain,
+    are a phase of their own: its rows are not more with more prompts."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.notes: list[Event] = []
+        self.start, self.before = 0, (0.0, 0)  # living bytes, and the books at the event before
+        super().__init__("cpu")
+
+    def reset(self) -> None:
+        self.updated, self.winners = False, 0  # network rows of that phase
+        super().reset()
 
     def begin(self) -> None:
-        self.events = []
-        self.start = self.meter.live
+        """Write down from here on."""
+        self.notes, self.start = [], self.meter.live
         self.meter.reset_peak()
         self.before = self.meter.bytes, self.meter.operators
 
-    def add(self, phase: str, asked: PolicyCall | None = None, *, backward: bool = False) -> None:
+    def note(self, call: PolicyCall | None = None, *, backward: bool = False) -> None:
+        """Write down an event of the present phase."""
         meter, (moved, operators) = self.meter, self.before
         since = meter.reset_peak() - self.start
-        self.events.append(
+        self.notes.append(
             Event(
-                phase=phase,
-                asked=asked,
+                phase=self.now,
+                call=call,
                 backward=backward,
                 live=meter.live - self.start,
                 since=since,
@@ -118,19 +131,8 @@ class Notes:
             )
         )
         self.before = meter.bytes, meter.operators
-
-
-class NotedLedger(Ledger):
-    """Writes down where phases begin and end. References after the update, of policy/winner_gain,
-    are a phase of their own: its rows are not more with more prompts."""
-
-    def __init__(self, notes: Notes) -> None:
-        self.notes = notes
-        super().__init__("cpu")
-
-    def reset(self) -> None:
-        self.updated, self.winners = False, 0  # network rows of that phase
-        super().reset()
+        if call and self.now == WINNERS and call.what == "velocity":
+            self.winners += call.rows * call.branches
 
     def iteration(self) -> dict[str, float]:
         winners = float(self.winners)
@@ -138,16 +140,17 @@ class NotedLedger(Ledger):
 
     @property
     def now(self) -> str:
+        """The present phase."""
         if self.updated and self.stack:
             return WINNERS
         return self.stack[-1] if self.stack else "other"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self.notes.add(self.now)
+        self.note()
         with super().phase(name):
             yield
-            self.notes.add(self.now)
+            self.note()
         self.updated |= name == "update"
 
     @contextmanager
@@ -198,12 +201,13 @@ class ToyPolicy(Policy):
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
     ) -> Cond:
-        self._note(PolicyCall(what="encode", rows=len(prompts)))
+        if self.ledger is not None:
+            self.ledger.note(PolicyCall(what="encode", rows=len(prompts)))
         return Cond.of(prompts, {})
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         branches = sum(len(blocks) for _, blocks, _, _ in self.regime.passes(request))
-        asked = PolicyCall(
+        call = PolicyCall(
             what="velocity",
             rows=len(request.x),
             branches=branches,
@@ -212,7 +216,7 @@ class ToyPolicy(Policy):
             grad=torch.is_grad_enabled(),
             adapted=getattr(self.trainable, "active", "default") != "reference",
         )
-        return self._called(request.x, asked, None), branches * len(request.x)
+        return self._called(request.x, call, None), branches * len(request.x)
 
     def decode(
         self,
@@ -224,18 +228,14 @@ class ToyPolicy(Policy):
         grad = torch.is_grad_enabled() and x.requires_grad
         return self._called(x, PolicyCall(what="decode", rows=len(x), grad=grad), self.media)
 
-    def _called(self, x: Tensor, asked: PolicyCall, media: tuple[int, ...] | None) -> Tensor:
-        self._note(asked)
-        weight = next(iter(self.trainable.named().values()))
-        return Called.apply(x, weight, lambda: self._note(asked, backward=True), media)
+    def _called(self, x: Tensor, call: PolicyCall, media: tuple[int, ...] | None) -> Tensor:
+        def note(backward: bool) -> None:
+            if self.ledger is not None:
+                self.ledger.note(call, backward=backward)
 
-    def _note(self, asked: PolicyCall, *, backward: bool = False) -> None:
-        if self.ledger is None:
-            return
-        phase = self.ledger.now
-        self.ledger.notes.add(phase, asked, backward=backward)
-        if phase == WINNERS and asked.what == "velocity":
-            self.ledger.winners += asked.rows * asked.branches
+        note(False)
+        weight = next(iter(self.trainable.named().values()))
+        return Called.apply(x, weight, lambda: note(True), media)
 
 
 class NotedLearner(Learner):
@@ -257,18 +257,22 @@ class Rehearsal(Trainer):
     """The trainer of a run without its folder, its weights and its rewards. shape, media: of a
     sample, as small as one likes."""
 
+    ledger: NotedLedger
+
     def __init__(
         self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
-        cfg, self.meter = plainer(cfg), Meter()
-        self.notes = Notes(self.meter)
+        # as training/build.py does, with a policy and processes that stand in for the run's
+        cfg = plainer(cfg)
         algorithm = make_algorithm(cfg)
         policy = ToyPolicy(cfg, shapes, shape, media)
         give_heads(cfg, policy, algorithm)
         accelerator: Any = _alone()
-        world, ledger = World(accelerator), NotedLedger(self.notes)
+        world, ledger = World(accelerator), NotedLedger(Meter())
         setup = set_up(cfg, algorithm, policy)
         check_batch(cfg, processes=1, leaves=setup.plan.leaves)
+
+        # enough prompts that several iterations differ, with tags for samplers that balance them
         numbers = range(4 * cfg.batch.prompts)
         prompts = [{"prompt": f"prompt {k}", "tag": str(k % 4)} for k in numbers]
         rewards = load_set(
@@ -278,6 +282,8 @@ class Rehearsal(Trainer):
                 for label, entry in cfg.reward.items()
             }
         )
+
+        # what an iteration reads
         source = Source(
             cfg=cfg,
             world=world,
@@ -308,16 +314,26 @@ class Rehearsal(Trainer):
         self.prepare()
         policy.ledger = ledger
 
-    def rehearse(self) -> tuple[dict[str, float], list[Event], dict[str, float], float]:
-        """(metrics of the first iteration, events and metrics of the second one, bytes of its
-        states); metrics are what a line of metrics.jsonl would hold, and nfe/winners."""
+    def rehearse(self) -> Rehearsed:
+        """Two iterations, of which the second is written down."""
         first = self.iterate(0).metrics
-        with self.meter:
-            self.notes.begin()
+        with self.ledger.meter:
+            self.ledger.begin()
             done = self.iterate(1)
-            self.notes.add("other")
+            self.ledger.note()
         states = done.rollout.states
-        return first, self.notes.events, done.metrics, states.numel() * states.element_size()
+        return Rehearsed(
+            first=counts(first),
+            rows=counts(done.metrics),
+            events=self.ledger.notes,
+            states=states.numel() * states.element_size(),
+        )
+
+
+def counts(metrics: dict[str, float]) -> dict[str, int]:
+    """The network rows of a line of metrics."""
+    names = ("nfe/rollout", "nfe/reference", "nfe/update", "nfe/winners", "policy/rows")
+    return {name: round(metrics.get(name, 0.0)) for name in names}
 
 
 def _alone() -> SimpleNamespace:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +21,7 @@ from flowrl.runtime.ledger import PEAK_FLOPS
 from flowrl.runtime.registry import did_you_mean
 
 GIB = 2**30
-# of the matmul ceiling, by kind of operator
+# share of the matmul ceiling that operators reach, by their kind
 SHARES = {
     "gemm": 0.80,
     "gemm_fp32": 0.07,  # without TF32, as torch's default is
@@ -35,9 +35,9 @@ SHARES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a roofline needs to know. Where `measured` is false, times are modelled."""
+    """What a roofline knows of a device."""
 
-    name: str
+    name: str  # as --device knows it
     rates: dict[str, float]  # FLOP/s by kind of operator
     bandwidth: dict[str, float]  # bytes/s, read and written, by kind; "" for all others
     host: float  # seconds to issue an operator
@@ -48,12 +48,11 @@ class Device:
     network: float  # bytes/s of a device's adapter to other machines, one direction
     upload: float  # bytes/s from pinned host memory
     reserve: float  # GiB that the driver, its libraries and the allocator take
-    cuda: bool
-    measured: bool = False
-    source: str = ""
+    cuda: bool  # a GPU, to which the host issues operators ahead
+    source: str  # what its times rest on
 
     def seconds(self, kind: str, flops: float, nbytes: float) -> float:
-        """Of one operator on the device, without the host."""
+        """Seconds of one operator on the device, without the host."""
         rate = self.rates.get(kind) or self.rates["gemm"]
         moved = nbytes / self.bandwidth.get(kind, self.bandwidth[""])
         if self.cuda:
@@ -140,59 +139,53 @@ def of_cuda(name: str, memory: float) -> Device:
 # this machine's CPU, tried
 
 
-@dataclass(slots=True)
-class _Trial:
-    """Shapes that operators are tried with: small enough for seconds of any CPU."""
-
-    tokens: int = 1024
-    width: int = 384
-    rates: dict[str, float] = field(default_factory=dict)
-    bandwidth: dict[str, float] = field(default_factory=dict)
-
-
 def this_cpu() -> Device:
     """This machine's CPU with torch's present number of threads: a few operators timed in about a
     second. memory is None: the machine's other programs decide it."""
-    t = _Trial()
-    x, w = torch.randn(t.tokens, t.width), torch.randn(t.width, 4 * t.width)
-    small = torch.randn(64)
+    # small enough for a second of any CPU
+    tokens, width = 1024, 384
+    x, w = torch.randn(tokens, width), torch.randn(width, 4 * width)
+    small, big = torch.randn(64), torch.randn(1 << 19)
     q = torch.randn(2, 6, 256, 64, requires_grad=True)
     image, kernel = torch.randn(2, 32, 64, 64), torch.randn(32, 32, 3, 3)
-    big = torch.randn(1 << 19)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
+    nn, product = torch.nn.functional, 2 * 6 * 256**2 * 64
     with torch.no_grad():
         host = _seconds(lambda: small + small)
-        t.rates["gemm"] = 2 * t.tokens * t.width * 4 * t.width / (_seconds(lambda: x @ w) - host)
-        t.rates["attention"] = 4 * 2 * 6 * 256**2 * 64 / _seconds(lambda: sdpa(q, q, q))
-        done = _seconds(lambda: torch.conv2d(image, kernel, padding=1))
-        t.rates["convolution"] = 2 * image.numel() * 32 * 9 / done
-        tried: dict[str, tuple[Callable[[], object], int]] = {
-            "": (lambda: big + big, 12),
-            "norm": (lambda: torch.nn.functional.layer_norm(x, (t.width,)), 8),
-            "function": (lambda: torch.nn.functional.gelu(big, approximate="tanh"), 8),
-            "random": (lambda: torch.randn(1 << 16), 4),
+        gemm = 2 * tokens * width * 4 * width / (_seconds(lambda: x @ w) - host)
+        attention = _seconds(lambda: nn.scaled_dot_product_attention(q, q, q))
+        convolution = _seconds(lambda: torch.conv2d(image, kernel, padding=1))
+        # what a call reads and writes, in bytes
+        pointwise: dict[str, tuple[int, Callable[[], object]]] = {
+            "": (12 * big.numel(), lambda: big + big),
+            "norm": (8 * x.numel(), lambda: nn.layer_norm(x, (width,))),
+            "function": (8 * big.numel(), lambda: nn.gelu(big, approximate="tanh")),
+            "random": (4 << 16, lambda: torch.randn(1 << 16)),
         }
-        for kind, (call, per_number) in tried.items():
-            numbers = {"norm": x.numel(), "random": 1 << 16}.get(kind, big.numel())
-            t.bandwidth[kind] = per_number * numbers / max(1e-9, _seconds(call) - host)
-    out = sdpa(q, q, q)
+        bandwidth = {
+            kind: nbytes / max(1e-9, _seconds(call) - host)
+            for kind, (nbytes, call) in pointwise.items()
+        }
+    out = nn.scaled_dot_product_attention(q, q, q)
     g = torch.ones_like(out)
-    back = _seconds(lambda: torch.autograd.grad(out, q, g, retain_graph=True))
-    t.rates["attention_backward"] = 10 * 2 * 6 * 256**2 * 64 / back
+    backward = _seconds(lambda: torch.autograd.grad(out, q, g, retain_graph=True))
     return Device(
         name="cpu",
-        rates=t.rates,
-        bandwidth=t.bandwidth,
+        rates={
+            "gemm": gemm,
+            "attention": 4 * product / attention,
+            "convolution": 2 * image.numel() * 32 * 9 / convolution,
+            "attention_backward": 10 * product / backward,
+        },
+        bandwidth=bandwidth,
         host=HOST_SHARE * host,
         least=0.0,
-        ceiling=t.rates["gemm"],
+        ceiling=gemm,
         memory=None,
         link=2e9,
         network=1.25e9,
-        upload=t.bandwidth[""],
+        upload=bandwidth[""],
         reserve=0.0,
         cuda=False,
-        measured=True,
         source="modelled by rates that were measured on this machine",
     )
 

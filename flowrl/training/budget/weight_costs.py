@@ -6,7 +6,7 @@ block is gathered when it runs), or away in host memory while others need the de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flowrl.config.schema import Config
 from flowrl.policy.weights.blocks import blocks
 from flowrl.policy.weights.quantised import layers
+from flowrl.training.budget.call_costs import Cost
 from flowrl.training.budget.modelled import ModelledPolicy
 from flowrl.training.budget.roofline import Device
 
@@ -22,30 +23,36 @@ KERNELS = {"int8": 2, "nf4": 1}  # operators that unpack a layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCosts:
-    """Of a network's weights, in bytes. stays: on a device while it is used; above: what a forward
-    adds, a layer unpacked or blocks gathered; backward: and a backward; moved, operators: what
-    unpacking all layers reads and writes, and its operators; gathered: what comes from other
-    processes in a forward or a backward; scattered: gradients that go to them in a backward."""
+    """Bytes that a network's weights take on a device, and what a pass over them costs."""
 
-    stays: float
-    above: float = 0.0
-    backward: float = 0.0
-    moved: float = 0.0
-    operators: int = 0
-    gathered: float = 0.0
-    scattered: float = 0.0
+    stays: float  # on the device while the network is used
+    above: float = 0.0  # what a forward adds: a layer unpacked, or blocks gathered
+    backward: float = 0.0  # what a backward adds
+    moved: float = 0.0  # read and written to unpack all layers once
+    operators: int = 0  # number of operators that unpack all layers once
+    gathered: float = 0.0  # come from other processes in a forward, and again in a backward
+    scattered: float = 0.0  # of gradients, go to other processes in a backward
 
-    def seconds(self, device: Device, own: float, passes: float, *, backward: bool) -> float:
-        """Of a call with so many passes over the weights that takes `own` seconds otherwise. The
-        next block is gathered while one computes, and stays while its activations are computed
-        again."""
-        unpacking = passes * self.moved / device.bandwidth[""]
+    def paid(self, cost: Cost, device: Device, passes: float, *, backward: bool) -> Cost:
+        """The cost of a forward or backward with that of `passes` over weights that are not there
+        as they are: they are unpacked, or gathered."""
+        # the next block is gathered while one computes, and stays while its activations are
+        # computed again
         sent = self.gathered + (self.scattered if backward else 0.0)
-        return max(own + unpacking, sent / device.link)
+        unpacking = passes * self.moved / device.bandwidth[""]
+        seconds = max(cost.seconds + unpacking, sent / device.link)
+        more = {"weights": seconds - cost.seconds} if seconds > cost.seconds else {}
+        return replace(
+            cost,
+            seconds=seconds,
+            operators=cost.operators + round(passes * self.operators),
+            peak=cost.peak + (self.backward if backward else self.above),
+            kinds=cost.kinds | more,
+        )
 
 
 def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
-    """Of the denoiser."""
+    """Bytes that the denoiser's weights take on one device, and what a pass over them costs."""
     (network,) = policy.networks.values()
     whole = size_of(network)
     kind = cfg.model.quantize
@@ -78,7 +85,7 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
 
 
 def packed_size(quantised: list[Tensor], kind: str) -> float:
-    """Bytes of matrices: int8 with a scale for each output, nf4 with one for each 64 numbers."""
+    """Bytes of quantised matrices: int8 with a scale an output, nf4 with one for 64 numbers."""
     numbers = sum(w.numel() for w in quantised)
     if kind == "nf4":
         return numbers / 2 + 4 * numbers / 64
