@@ -18,8 +18,8 @@ def decay_at(step: int, most: float) -> float:
 
 
 class Ema:
-    """Average of named parameters: every k-th optimizer step, average <- d * average + (1 - d) *
-    parameter, in fp32.
+    """A moving average of named parameters in fp32: every k-th optimizer step, average <- d *
+    average + (1 - d) * parameter.
 
     parameters: name -> live parameter. decay in [0, 1); 0 switches averaging off (`swapped` then
     changes nothing).
@@ -47,8 +47,8 @@ class Ema:
 
     @contextmanager
     def swapped(self, saved: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """The parameters hold their averages inside, and their own values again after, also when an
-        error is raised. saved: a `state_dict` whose averages take the place of these."""
+        """Give the parameters their averages inside, and their own values back afterwards, also
+        after an error. saved: a `state_dict` whose averages are taken instead of these."""
         own = {name: shares.held(self.parameters[name]).clone() for name in self.average}
         source = self.average if saved is None else saved
         self._write({name: self._share(source[name], name) for name in own})
@@ -62,7 +62,7 @@ class Ema:
         return {**self.average, "step": torch.tensor(self.step_count)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of `state_dict`; other names -> ValueError."""
+        """Restore what `state_dict` gave; ValueError where its names are others."""
         averages = {name: value for name, value in state.items() if name != "step"}
         if averages.keys() != self.average.keys():
             odd = sorted(averages.keys() ^ self.average.keys())[0]

@@ -14,15 +14,15 @@ from flowrl.runtime.text import printable
 
 
 def make(o: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a run. A package that is missing, or does not work -> ValueError."""
-    own = list(parameters)
+    """Make the optimizer of a run; ValueError where its package is missing or does not work."""
+    weights = list(parameters)
     if o.name == "adamw8bit":
-        kind = eight_bit(own[0].device if own else "cpu")
+        kind = eight_bit(weights[0].device if weights else "cpu")
     else:
         kind = torch.optim.AdamW
-    made = kind(own, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps)
-    # kernels of others write without counting it, and copies of weights go by that count
-    made.register_step_post_hook(lambda *_: increment_version(own))
+    made = kind(weights, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps)
+    # copies of weights notice changes by a tensor's version, which bitsandbytes does not raise
+    made.register_step_post_hook(lambda *_: increment_version(weights))
     return made
 
 

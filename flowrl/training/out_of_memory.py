@@ -27,7 +27,7 @@ BUDGET = "flowrl budget says what fits"
 
 
 class RunInProgress(Protocol):
-    """A trainer."""
+    """The parts of a run that an out-of-memory message needs."""
 
     cfg: Config
     parts: RunParts
@@ -35,7 +35,7 @@ class RunInProgress(Protocol):
 
 @contextmanager
 def explained_start(cfg: Config) -> Iterator[None]:
-    """An error of memory while a run is made -> OutOfMemory."""
+    """Turn an error of memory while a run is made into OutOfMemory, which says what to set."""
     try:
         yield
     except Exception as error:
@@ -46,7 +46,7 @@ def explained_start(cfg: Config) -> Iterator[None]:
             gpus=int(os.environ.get("WORLD_SIZE", "1")),
             cuda=usual_device() == "cuda" and not of_host(error),
         )
-        what = f"memory ran out at the start, in the phase {START} ({said(error)}){used(())}"
+        what = f"memory ran out at the start, in the phase {START} ({words_of(error)}){used(())}"
         raise OutOfMemory(
             f"{what}; {advised(cfg, short)}; {BUDGET}; nothing was trained yet"
         ) from error
@@ -54,7 +54,7 @@ def explained_start(cfg: Config) -> Iterator[None]:
 
 @contextmanager
 def explained(trainer: RunInProgress) -> Iterator[None]:
-    """An error of memory inside a run -> OutOfMemory."""
+    """Turn an error of memory inside a run into OutOfMemory, which says what to set."""
     try:
         yield
     except Exception as error:
@@ -62,7 +62,9 @@ def explained(trainer: RunInProgress) -> Iterator[None]:
             raise
         cfg, parts = trainer.cfg, trainer.parts
         short = shortage(parts, error)
-        what = f"memory ran out in the phase {short.phase} ({said(error)}){used(held(parts))}"
+        what = (
+            f"memory ran out in the phase {short.phase} ({words_of(error)}){used(resident(parts))}"
+        )
         go_on = f"flowrl train SETTINGS --resume {parts.path} --accept-changes"
         raise OutOfMemory(
             f"{what}; {advised(cfg, short)}; {BUDGET}; {kept(parts)}: {go_on}"
@@ -70,7 +72,7 @@ def explained(trainer: RunInProgress) -> Iterator[None]:
 
 
 def shortage(parts: RunParts, error: Exception) -> Shortage:
-    """Where memory is short in a run."""
+    """Where memory was short in a run."""
     found, world = checkpoint.steps(parts.path), parts.source.world
     return Shortage(
         phase=getattr(error, "phase", BETWEEN),
@@ -82,11 +84,11 @@ def shortage(parts: RunParts, error: Exception) -> Shortage:
 
 
 def of_host(error: Exception) -> bool:
-    """Whether it was host memory that ran out, also where there is a GPU."""
+    """Whether host memory ran out, and not a GPU's."""
     return isinstance(error, MemoryError | OSError) or "CPUAllocator" in str(error)
 
 
-def said(error: Exception) -> str:
+def words_of(error: Exception) -> str:
     return printable(error, 120) or type(error).__name__
 
 
@@ -98,8 +100,9 @@ def kept(parts: RunParts) -> str:
     return f"the checkpoint of iteration {checkpoint.iteration_of(found[-1])} is intact, go on"
 
 
-def held(parts: RunParts) -> list[tuple[str, int]]:
-    """(what, bytes) of what stays in memory from phase to phase, on the policy's device."""
+def resident(parts: RunParts) -> list[tuple[str, int]]:
+    """What stays in memory from phase to phase on the policy's device: (what, bytes), largest
+    first."""
     policy, weights = parts.source.policy, parts.weights
     pipe = getattr(policy, "pipe", None)
     others = list(getattr(pipe, "components", {}).values()) if pipe else []
@@ -126,9 +129,9 @@ def size_of(found: Iterable[Any], device: torch.device, seen: set[int]) -> int:
     total = 0
     for tensor in found:
         if isinstance(tensor, Tensor) and tensor.device == device:
-            own = shares.held(tensor)  # of a split tensor, the share
-            parts = getattr(own, "__tensor_flatten__", None)
-            inner = [getattr(own, name) for name in parts()[0]] if parts else [own]
+            share = shares.held(tensor)  # of a split tensor, the share
+            flatten = getattr(share, "__tensor_flatten__", None)
+            inner = [getattr(share, name) for name in flatten()[0]] if flatten else [share]
             for part in inner:
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in seen:

@@ -19,8 +19,8 @@ from flowrl.training.identity import Identity
 
 
 def config_of(run: Path, overrides: list[str] | None = None) -> Config:
-    """The Config of a run, changed by overrides. One whose config.yaml was lost has it from its
-    checkpoint."""
+    """The Config of a run, changed by overrides; from its newest checkpoint where config.yaml was
+    lost."""
     path = run / "config.yaml"
     kept = None if path.is_file() else (_peek(run).get("identity") or {}).get("config")
     if kept:
@@ -41,8 +41,9 @@ def write_config(run: Path, cfg: Config) -> None:
 
 
 def check_resume(cfg: Config, run: Path, *, accept: bool = False) -> None:
-    """A run goes on with the settings, files and code of its newest checkpoint, apart from settings
-    that change no number; else ValueError that names what differs. Nothing is loaded for it."""
+    """Raise ValueError, naming what differs, where a run would not go on with the settings, files
+    and code of its newest checkpoint, apart from settings that change no number. Nothing is loaded
+    for it."""
     config_file(run)
     if checkpoint.steps(run) and not accept:
         _refuse(_changes(run, _peek(run), identity.of_config(cfg)), run)
@@ -111,9 +112,10 @@ def _refuse(changes: list[str], run: Path) -> None:
 
 
 def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, str]) -> None:
-    """Say and record what a resumed run should know of itself."""
+    """Warn of what was damaged, lost or edited in a run, and write it to history.jsonl."""
     iteration = int(found.meta["iteration"])
     history.add(run, "resumed", iteration=iteration)
+    # newer checkpoints that cannot be read go aside, so that the next resume does not try them
     for folder, what in found.damaged.items():
         aside = checkpoint.set_aside(folder)
         _note(
@@ -122,6 +124,7 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
             iteration,
             f"{what}; it is kept as {aside.name}, and the run goes on from {found.folder.name}",
         )
+    # settings, files and code, as far as the checkpoint knows them
     kept = found.meta.get("identity")
     if not kept:
         logger.warning(
@@ -134,6 +137,7 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
     if changes:
         what = f"accepted: {listed(changes)}"
         _note(run, "changed", iteration, what, changes=changes)
+    # the metrics up to here are those that the checkpoint was written after
     lines = recorded(run)
     if lost := [str(i) for i in range(1, iteration + 1) if i not in lines]:
         _note(

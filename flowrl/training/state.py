@@ -25,7 +25,7 @@ from flowrl.training.watch.reward_trial import NoiseWatch
 
 
 class Resumable(Protocol):
-    """The state of a trainer."""
+    """The parts of a trainer that a checkpoint saves and restores."""
 
     parts: RunParts
     learner: Learner
@@ -60,9 +60,9 @@ def is_split(weights: Weights) -> bool:
 
 def save(trainer: Resumable) -> Path | None:
     """Write a checkpoint of the present iteration, if there is none -> its folder, in the main
-    process; of split weights the others give their shares.
+    process; where weights are split, the others give their shares.
 
-    Nothing (None) before the run was started: its config says all there is.
+    Before the run was started nothing is written (None): its config says all there is.
     """
     parts, path, world = trainer.parts, trainer.parts.path, trainer.parts.source.world
     split = is_split(parts.weights)
@@ -114,7 +114,7 @@ def _tensors(trainer: Resumable) -> Tensors:
 
 
 def load(trainer: Resumable, saved: Checkpoint) -> None:
-    """Inverse of `save`. What does not fit, or is not there -> CheckpointError."""
+    """Restore what `save` wrote; CheckpointError where something is missing or does not fit."""
     try:
         if saved.meta["iteration"]:
             _load_tensors(trainer, saved)

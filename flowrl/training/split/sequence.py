@@ -47,9 +47,9 @@ def share_calls(
     guidance: float | str,
     autocast: Autocast,
 ) -> None:
-    """From here on calls of a policy's networks are shared by the members of a team; after its
-    adapters were made. A network that cannot be shared, or whose prediction of one row is another
-    then -> ValueError."""
+    """Share the calls of a policy's networks among the members of a team from here on; its adapters
+    have been made. ValueError for a network that cannot be shared, or that then predicts something
+    else for one row."""
     check_replayed(policy, SETTING)
     for name, network in policy.networks.items():
         check_network(name, network, world.members)
@@ -71,8 +71,8 @@ def share_calls(
 
 
 def check_network(name: str, network: nn.Module, members: int) -> None:
-    """ValueError where a network says nothing of how its tokens are split, or cannot be split into
-    so many parts."""
+    """Raise ValueError where a network does not say how its tokens are split, or cannot be split
+    into so many parts."""
     kind = f"{SETTING}={members}: the {name} ({type(network).__name__})"
     if not getattr(network, "_cp_plan", None):
         raise ValueError(
@@ -118,15 +118,15 @@ def plan_of(world: World) -> ContextParallelConfig:
 
 
 def hook(network: Any, plan: ContextParallelConfig) -> None:
-    """What `enable_parallelism` of diffusers does, which counts the GPUs of a host and takes all
-    processes for one team."""
+    """Share a network's calls as `enable_parallelism` of diffusers does, which itself counts the
+    GPUs of a host and takes all processes for one team."""
     for module in attentions(network):
         module.processor._parallel_config = ParallelConfig(context_parallel_config=plan)
     apply_context_parallel(network, plan, network._cp_plan)
 
 
 def unhook(network: Any) -> None:
-    """As it was before `hook`."""
+    """Undo `hook`."""
     for module in attentions(network):
         module.processor._parallel_config = None
     remove_context_parallel(network, network._cp_plan)
@@ -169,7 +169,7 @@ def _predict(
 
 
 class Shared(nn.Module):
-    """A network that a team calls together: where a member is gone, the others say so."""
+    """A network that a team calls together; where a member is gone, the others say so."""
 
     def __init__(self, network: nn.Module, world: World) -> None:
         super().__init__()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,15 +35,6 @@ from flowrl.runtime.processes.world import World
 STEPS = 8  # of the schedule whose noise levels are tried, to reach every network
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """What a process holds of the networks, in bytes: of all their weights, and of its own share
-    with what is trained."""
-
-    whole: int
-    held: int
-
-
 class Root(nn.Module):
     """What `fully_shard` takes for the whole network: a pipeline that asks the network itself, with
     a stub in place of its forward, gathers nothing."""
@@ -64,13 +54,12 @@ def shard(
     *,
     guidance: float | str,
     autocast: Callable[[], AbstractContextManager[object]],
-) -> Shares | None:
-    """Split the denoisers of a policy over all processes -> what this one holds; None with a
-    single process. Before views and optimizer are made, which in full mode are split likewise. A
-    network that cannot be split -> ValueError."""
+) -> None:
+    """Split the denoisers of a policy over all processes, before views and optimizer are made,
+    which in full mode are split likewise. ValueError for a network that cannot be split."""
     if world.size == 1:
         logger.warning("train.shard splits nothing: there is one process")
-        return None
+        return
     check_policy(policy)
     whole = sum(map(size_of, policy.networks.values()))
     with autocast():
@@ -84,13 +73,12 @@ def shard(
     in_step = world.keep_in_step(rows)
     for number, (name, root) in enumerate(roots.items()):
         policy.modules[name] = Together(root, number, in_step)
-    held = sum(map(size_of, policy.networks.values()))
-    logger.info(f"train.shard: {held / 1e6:,.1f} of {whole / 1e6:,.1f} MB of weights a process")
-    return Shares(whole=whole, held=held)
+    share = sum(map(size_of, policy.networks.values()))
+    logger.info(f"train.shard: {share / 1e6:,.1f} of {whole / 1e6:,.1f} MB of weights a process")
 
 
 def check_policy(policy: Policy) -> None:
-    """ValueError where a policy's networks cannot be split."""
+    """Raise ValueError where a policy's networks cannot be split."""
     check_replayed(policy, "train.shard")
     for name, network in policy.networks.items():
         kind = type(network).__name__
@@ -117,7 +105,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def check_replayed(policy: Policy, setting: str) -> None:
-    """ValueError where a policy calls no network of ours that processes could share."""
+    """Raise ValueError where a policy calls no network of ours that processes could share."""
     if isinstance(policy, PipelinePolicy) and isinstance(policy.replay, BodyReplay):
         raise ValueError(
             f"{setting}: {policy.replay.pipeline} is run by its own loop body, whose calls cannot"

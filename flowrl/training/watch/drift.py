@@ -21,7 +21,8 @@ HALF_A_LEVEL = 0.5 / 255  # a feature that was constant counts as jittering by t
 
 
 def base_of(values: Tensor, group: Tensor) -> dict[str, Any]:
-    """What is kept of features (B, D) of samples in groups (B,), as lists of D numbers."""
+    """What is kept of the first iteration's features (B, D), of samples in groups (B,), as lists of
+    D numbers."""
     values, group = _known(values, group)
     if not len(values):
         return {}
@@ -33,7 +34,8 @@ def base_of(values: Tensor, group: Tensor) -> dict[str, Any]:
 
 
 def drift(values: Tensor, group: Tensor, base: dict[str, Any]) -> float:
-    """Of features (B, D) from those of a base; 0 where either has no sample."""
+    """The distance of features (B, D) from those of a base, in standard deviations of the base; 0
+    where either has no sample."""
     values, group = _known(values, group)
     if not len(values) or not base:
         return 0.0
@@ -45,19 +47,19 @@ def drift(values: Tensor, group: Tensor, base: dict[str, Any]) -> float:
 
 
 def _known(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples without NaN, in fp64 on the CPU."""
+    """The samples whose features are finite, in fp64 on the CPU."""
     rows = values.isfinite().all(1)
     return values[rows].cpu().double(), group[rows].cpu()
 
 
 def _of_mean(values: Tensor, group: Tensor) -> Tensor:
-    """Variance of the mean of (B, D): that of the means of groups over their number; of samples,
-    where all are of one group."""
+    """Variance of the mean over samples (B, D) -> (D,), by the spread of the groups' means, or of
+    the samples where there is one group."""
     whose = group.unique(return_inverse=True)[1]
     sizes = torch.bincount(whose).to(values)
     if len(sizes) == 1:
-        own = values
+        rows = values
     else:
-        own = values.new_zeros(len(sizes), values.shape[1]).index_add(0, whose, values)
-        own = own / sizes[:, None]
-    return own.var(0, correction=0) / max(1, len(own) - 1)
+        rows = values.new_zeros(len(sizes), values.shape[1]).index_add(0, whose, values)
+        rows = rows / sizes[:, None]
+    return rows.var(0, correction=0) / max(1, len(rows) - 1)

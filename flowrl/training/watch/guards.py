@@ -33,7 +33,7 @@ class Sign:
 
 
 class Guards:
-    """Counts signs. state: what a resumed run goes on from."""
+    """Counts signs over iterations. `state` is what a resumed run goes on from."""
 
     def __init__(self, settings: GuardConfig, rewards: RewardSet) -> None:
         self.settings, self.rewards = settings, rewards
@@ -41,8 +41,8 @@ class Guards:
         self.said: set[str] = set()
 
     def __call__(self, metrics: Metrics, iteration: int = 0) -> None:
-        """After an iteration, counted from 0. Warns of what is due; Dead where it lasted too
-        long."""
+        """Look at the metrics of an iteration, counted from 0: warn of signs that are due, raise
+        Dead where one has lasted too long."""
         rewards = self.rewards.at(iteration)
         found = signs(metrics, self.state["before"], self.settings, rewards)
         counted = self.state["iterations"]

@@ -28,8 +28,8 @@ Curve = Sequence[tuple[int, float]]  # (iteration, from 1; value) in order
 class Peak:
     """The newest running mean of a curve, and the highest one."""
 
-    now: float
-    best: float
+    now: float  # the newest running mean
+    best: float  # the highest running mean
     iteration: float  # the middle of the window with the highest mean
     error: float  # standard error of best - now; 0 where now is the peak
 

@@ -49,12 +49,12 @@ def _export(parts: RunParts, folder: Path) -> None:
     """Write the averaged LoRA of a checkpoint; the policy is as before afterwards."""
     tensors, _ = checkpoint.load(folder)
     policy, out = parts.source.policy, parts.path / FOLDER
-    own = {name: value.detach().clone() for name, value in policy.state("default").items()}
+    present = {name: value.detach().clone() for name, value in policy.state("default").items()}
     policy.load_state("default", tensors["policy"])
     try:
         with parts.weights.ema.swapped(tensors["ema"]):
             policy.save_lora(out)
     finally:
-        policy.load_state("default", own)
+        policy.load_state("default", present)
     settings = {**parts.setup.cfg.train.lora.model_dump(), "parts": policy.trained}
     files.write(out / SETTINGS, json.dumps(settings))

@@ -51,19 +51,20 @@ def try_rewards(parts: RunParts) -> dict[str, float]:
     rows = members.tolist()
     context = conditions.context_of([batch.meta[g] for g in rows], media, members)
     mine = dict([*source.rewards.rewards.items()][world.rank :: world.size])
-    own = replace(source.rewards, rewards=mine)
-    if own.ready is not None:
-        own.ready()
+    tried = replace(source.rewards, rewards=mine)
+    if tried.ready is not None:
+        tried.ready()
     with world.all_or_none(RewardBug):
-        said, noise = before_training(own, media, [batch.text[g] for g in rows], context)
-    told = world.collect((said, noise))
-    for sentence in [sentence for sentences, _ in told for sentence in sentences] * world.main:
+        sentences, noise = before_training(tried, media, [batch.text[g] for g in rows], context)
+    results = world.collect((sentences, noise))
+    for sentence in [line for lines, _ in results for line in lines] * world.main:
         logger.warning(sentence)
-    return {label: level for _, noise in told for label, level in noise.items() if level}
+    return {label: level for _, noise in results for label, level in noise.items() if level}
 
 
 def first_samples(parts: RunParts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
-    """FEW samples of the first iteration, of two prompts if there are: and their media."""
+    """The first FEW samples of the first iteration, of two prompts where there are, and their
+    media."""
     cfg, source, leaves = parts.setup.cfg, parts.source, parts.setup.plan.leaves
     whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     each = min(cfg.batch.group, FEW // min(2, len(whole))) // leaves * leaves

@@ -21,7 +21,7 @@ from flowrl.training.watch.peak import Peak, find_peak
 
 
 class Watch:
-    """An observer of every iteration -> watch/*.
+    """An observer, which turns every iteration into the metrics watch/*.
 
     lower: whether an alarm lowers the learning rate, of which state["rate"] is the share left.
     """
@@ -33,7 +33,7 @@ class Watch:
 
     @property
     def peak(self) -> Peak | None:
-        """Of the whole run so far."""
+        """The peak of the held-out reward in the run so far."""
         return find_peak(self.state["curve"], smooth=self.settings.smooth)
 
     def __call__(self, seen: Observation) -> dict[str, float]:
@@ -45,7 +45,7 @@ class Watch:
         return out
 
     def follow(self, number: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The held-out reward: running mean, peak, and how long it has lain below.
+        """The metrics of the held-out reward: running mean, peak, how long it has been below.
 
         watch/past_peak is 1 where that has lasted for watch.patience iterations. Then, if the rate
         is to be lowered, it is, and a peak is looked for anew.
@@ -75,8 +75,8 @@ class Watch:
         return out if not self.lower else out | {"watch/rate": state["rate"]}
 
     def read(self, seen: Mapping[str, Tensor], group: Tensor) -> dict[str, float]:
-        """Detectors: means over the samples (B,) of all processes, and their drift since the first
-        iteration."""
+        """The metrics of detectors: means over the samples (B,) of all processes, and how far they
+        have drifted since the first iteration."""
         out = {}
         for name, value in seen.items():
             if name == "drift":
@@ -87,10 +87,10 @@ class Watch:
         return out
 
     def spared(self, saved: Sequence[int]) -> set[int]:
-        """Of the checkpoints there are, by iteration: those to keep beyond checkpoint.keep.
+        """Which of the saved checkpoints, by iteration, are kept beyond checkpoint.keep.
 
-        The one nearest the peak, and those among which a later peak may find its nearest one: the
-        middle of a window lies smooth / 2 iterations before its end.
+        They are the one nearest the peak, and those among which a later peak may find its nearest
+        one: the middle of a window lies smooth / 2 iterations before its end.
         """
         if self.settings.held_out is None or not saved:
             return set()
