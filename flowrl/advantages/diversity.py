@@ -61,11 +61,13 @@ def spread(
         if n < 2:
             continue
         cos = cosines(features[rows])
+        # the discount reads similarities in [0, 1], whatever the cosine
         near = cos.clamp(min=0) if temperature is None else ((cos - 1) / temperature).exp()
         others = ~torch.eye(n, dtype=torch.bool, device=cos.device)
         compared[rows] = True
         cosine[rows] = mean_over(cos, others)
         similarity[rows] = mean_over(near, others)
+        # means and maxima are over the others: everyone is like itself
         novelty[rows] = 1 - cos.masked_fill(~others, -torch.inf).amax(1)
         entropy[rows] = entropy_of(clusters(cos >= threshold)) / math.log(n)
     return Spread(

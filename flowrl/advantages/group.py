@@ -66,5 +66,5 @@ def std_of_all(r: Tensor, ok: Tensor, ddof: int) -> Tensor:
 
 
 def usable(values: Tensor, valid: Tensor | None) -> Tensor:
-    """(B,) bool: neither NaN nor marked invalid."""
+    """Which values are neither NaN nor marked invalid, (B,) bool."""
     return ~torch.isnan(values) if valid is None else valid & ~torch.isnan(values)

@@ -20,7 +20,7 @@ from flowrl.types import Advantages, Rewards, Rollout
 
 
 def spread(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
-    """Mean of the leaves below each transition: leaf (B,) -> (N,) fp32.
+    """The mean of the leaves (B,) below each transition -> (N,) fp32.
 
     On a path without forks it is the leaf's own value. Leaves that are NaN or not in valid (B,)
     bool are left out of the mean; a transition above such leaves alone gets 0.
@@ -124,7 +124,7 @@ def branch(
 def fused(
     rollout: Rollout, reward: Tensor, ok: Tensor, weighting: str, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """Value of each transition from its ok leaves (B,) -> (N,) fp64, whether it has any (N,).
+    """The value of each transition by its ok leaves (B,) -> (N,) fp64, and whether it has any (N,).
 
     weighting: "mean" of the leaves below; "path" their softmax by beta * log-prob of the way down;
     "recursive" softmax over the children at each node.

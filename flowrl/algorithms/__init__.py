@@ -1,1 +1,39 @@
-"""One file an algorithm: what it needs, how it gives credit, its loss; common/ is shared."""
+"""Methods, one file each: which steps or samples are trained, how they get credit, and the loss.
+
+Files of this folder are methods; common/ is what they share. A method of one's own is a subclass of
+one of the classes here (docs/extending.md).
+"""
+
+from flowrl.algorithms.common.base import (
+    Algorithm,
+    Anchor,
+    Anchored,
+    Credit,
+    Options,
+    VelocityField,
+    plus_kl,
+    summed,
+)
+from flowrl.algorithms.common.forward import Follower, ForwardConfig, ForwardMethod
+from flowrl.algorithms.common.transition_config import TransitionConfig
+from flowrl.algorithms.common.transitions import GroupMethod, TransitionMethod
+from flowrl.algorithms.grpo import GRPO, GRPOConfig
+
+__all__ = [
+    "GRPO",
+    "Algorithm",
+    "Anchor",
+    "Anchored",
+    "Credit",
+    "Follower",
+    "ForwardConfig",
+    "ForwardMethod",
+    "GRPOConfig",
+    "GroupMethod",
+    "Options",
+    "TransitionConfig",
+    "TransitionMethod",
+    "VelocityField",
+    "plus_kl",
+    "summed",
+]

@@ -76,27 +76,22 @@ class AWM(forward.ForwardMethod):
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         return Columns({**rows.data, "unit": rows.state})
 
-    def score(
-        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    def compared(
+        self, rows: forward.Noised, v: Tensor, other: forward.OtherVelocity
     ) -> dict[str, Tensor]:
-        """fit = -w(m), fit_old (n,); old, kl (n,): distances to both policies, where weighted."""
-        c, rows = self.config, self.noised(rollout, batch)
-        v = self.velocity(policy, rollout, batch, rows.x)
-        fit = -self.weighted(rows.error(v), batch.sigma)
+        """fit = -w(m), fit_old (n,); old (n,): distance to the old policy, where it is read."""
+        fit = -self.weighted(rows.error(v), rows.level)
         # on-policy: old weights are those of the update's start
         scores = {"fit": fit, "fit_old": fit.detach()}
         if self.reads_old:
-            v_old = self.other(policy, "old", rollout, batch, rows.x, v)
+            v_old = other("old")
             scores["old"] = forward.distance(v, v_old)
-            if c.off_policy:
-                scores["fit_old"] = -self.weighted(rows.error(v_old), batch.sigma)
-        if c.kl_weight:
-            v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            scores["kl"] = forward.distance(v, v_ref)
+            if self.config.off_policy:
+                scores["fit_old"] = -self.weighted(rows.error(v_old), rows.level)
         return scores
 
     def weighted(self, m: Tensor, sigma: Tensor) -> Tensor:
-        """w(m): (n,), (n,) -> (n,) fp32; roots in fp64."""
+        """w(m) of errors and noise levels (n,) -> (n,) fp32; roots in fp64."""
         s, m, p = sigma.double(), m.double(), self.config.power
         return {
             "uniform": lambda: m,

@@ -59,19 +59,11 @@ class CRD(forward.ForwardMethod):
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         return forward.members_with_signal(rollout, advantages)
 
-    def score(
-        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    def compared(
+        self, rows: forward.Noised, v: Tensor, other: forward.OtherVelocity
     ) -> dict[str, Tensor]:
-        """implicit (n,): the implicit reward; kl (n,) when it has a weight."""
-        c, rows = self.config, self.noised(rollout, batch)
-        v = self.velocity(policy, rollout, batch, rows.x)
-        v_old = self.other(policy, "old", rollout, batch, rows.x, v)
-
-        scores = {"implicit": self.error(rows, v_old) - self.error(rows, v)}
-        if c.kl_weight:
-            v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v, c.reference_guidance)
-            scores["kl"] = forward.distance(v, v_ref)
-        return scores
+        """implicit (n,): the implicit reward."""
+        return {"implicit": self.error(rows, other("old")) - self.error(rows, v)}
 
     def error(self, rows: forward.Noised, v: Tensor) -> Tensor:
         """m(v) / w -> (n,), with w = mean|v - u| without gradient, or 1."""

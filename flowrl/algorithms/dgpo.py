@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
 from flowrl.runtime.read_when import read_with
-from flowrl.types import Columns, LossOutput, Rollout
+from flowrl.types import Columns, LossOutput
 
 
 class DGPOConfig(forward.ForwardConfig, forward.Follower):
@@ -68,26 +68,22 @@ class DGPO(forward.ForwardMethod):
         if config.kl_weight:
             self.needs |= {"reference"}
 
-    def score(
-        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    def compared(
+        self, rows: forward.Noised, v: Tensor, other: forward.OtherVelocity
     ) -> dict[str, Tensor]:
         """error, error_ref, error_old (n,) = mean((v - u)^2); kl (n,) when it has a weight.
 
         The KL is to the untrained model, also where the loss compares with a moving reference.
         """
-        c, rows = self.config, self.noised(rollout, batch)
-        v = self.velocity(policy, rollout, batch, rows.x)
-
-        def reference(view: str) -> Tensor:
-            return self.other(policy, view, rollout, batch, rows.x, v, c.reference_guidance)
-
-        v_ref = reference(self.anchor)
+        c = self.config
+        v_ref = other(self.anchor, c.reference_guidance)
         scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
         if self.reads_old:
-            scores["error_old"] = rows.error(self.other(policy, "old", rollout, batch, rows.x, v))
+            scores["error_old"] = rows.error(other("old"))
         if c.kl_weight:
-            frozen = v_ref if self.anchor == "reference" else reference("reference")
-            scores["kl"] = forward.distance(v, frozen)
+            frozen = self.anchor == "reference"
+            v_frozen = v_ref if frozen else other("reference", c.reference_guidance)
+            scores["kl"] = forward.distance(v, v_frozen)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:

@@ -76,17 +76,13 @@ class DPO(forward.ForwardMethod):
         adv[1::2] = -1
         return chosen, adv
 
-    def score(
-        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    def compared(
+        self, rows: forward.Noised, v: Tensor, other: forward.OtherVelocity
     ) -> dict[str, Tensor]:
         """error, error_ref (n,); kl (n,) when it has a weight."""
-        rows = self.noised(rollout, batch)
-        v = self.velocity(policy, rollout, batch, rows.x)
-        v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
+        v_ref = other(self.anchor)
         scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
-        if self.config.kl_weight:
-            scores["kl"] = forward.distance(v, v_ref)
-        return scores
+        return scores | ({"kl": forward.distance(v, v_ref)} if self.config.kl_weight else {})
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         """Each row carries its pair's term: the mean over rows is the mean over pairs."""

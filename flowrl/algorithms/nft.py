@@ -17,7 +17,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
-from flowrl.types import Columns, LossOutput, Rewards, Rollout
+from flowrl.types import Columns, LossOutput, Rewards
 
 
 class NFTConfig(forward.ForwardConfig):
@@ -74,21 +74,15 @@ class NFT(forward.ForwardMethod):
         }
         return modes[self.config.adv_mode](adv)
 
-    def score(
-        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    def compared(
+        self, rows: forward.Noised, v: Tensor, other: forward.OtherVelocity
     ) -> dict[str, Tensor]:
-        """positive, negative: x0 errors of the two policies; kl when it has a weight; (n,) each."""
-        rows, beta = self.noised(rollout, batch), self.config.beta
-        v = self.velocity(policy, rollout, batch, rows.x)
-        v_old = self.other(policy, "old", rollout, batch, rows.x, v)
-        scores = {
+        """positive, negative (n,): x0 errors of the two implicit policies."""
+        beta, v_old = self.config.beta, other("old")
+        return {
             "positive": x0_error(rows.x - rows.sigma * ((1 - beta) * v_old + beta * v), rows.x0),
             "negative": x0_error(rows.x - rows.sigma * ((1 + beta) * v_old - beta * v), rows.x0),
         }
-        if self.config.kl_weight:
-            v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            scores["kl"] = forward.distance(v, v_ref)
-        return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         """c (r L+ + (1-r) L-) / beta + kl_weight KL, with c = adv_clip, r = A / 2c + 1/2.

@@ -75,18 +75,6 @@ class RAFT(forward.ForwardMethod):
         weight = forward.softmax(rows.adv / self.config.temperature, rows.unit)
         return Columns({**rows.data, "weight": weight})[weight >= LEAST]
 
-    def score(
-        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
-    ) -> dict[str, Tensor]:
-        """error (n,); kl (n,) when it has a weight."""
-        rows = self.noised(rollout, batch)
-        v = self.velocity(policy, rollout, batch, rows.x)
-        scores = {"error": rows.error(v)}
-        if self.config.kl_weight:
-            v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            scores["kl"] = forward.distance(v, v_ref)
-        return scores
-
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         term, metrics = scores["error"], {"policy/error": scores["error"]}
         term = base.plus_kl(term, scores, metrics, self.config.kl_weight)

@@ -94,10 +94,10 @@ class ReinFlowConfig(grpo.GRPOConfig):
 
 @dataclass(slots=True)
 class Bounded:
-    """The sampler's settings with the upper bound of the noise as their noise level."""
+    """The sampler's settings that a plan reads, with the learned noise's bound in place of eta."""
 
-    eta: float
-    init_noise: Any
+    eta: float  # upper bound of the noise of a step, in units of the latents
+    init_noise: Any  # see sampler.init_noise
 
 
 class ReinFlow(grpo.GRPO):

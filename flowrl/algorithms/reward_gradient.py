@@ -16,15 +16,15 @@ gradient on a flow and `rescale` are in common/estimate.py.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flowrl.algorithms.common import base, forward
-from flowrl.algorithms.common.estimate import estimated, noised
+from flowrl.algorithms.common.estimate import estimated, noised, recomputed
 from flowrl.runtime.read_when import read_when
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
@@ -104,7 +104,7 @@ class RewardGradient(base.Anchored):
         return plans.ode(sigmas, solver="euler", init=sampler.init_noise, kept=begin)
 
     def begin(self, steps: int, seed: int, iteration: int) -> int:
-        """Step of `steps` where the gradient begins."""
+        """The step, of `steps`, where the gradient begins."""
         c = self.config
         if c.begin == "fixed":
             return max(0, steps - (c.last or steps))
@@ -164,33 +164,44 @@ class RewardGradient(base.Anchored):
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
-        """reward (n,) of the samples; kl (n,) when it has a weight."""
-        walk = Walk(policy, rollout, batch, self.config, self.anchor)
-        if self.config.noised:
-            x, sigma = self.renoised(walk, rollout, batch), 0.0
-        else:
-            x, sigma = self.finished(walk)
+        """reward (n,) of the samples; kl (n,), the mean over their steps, when it has a weight."""
+        c, distances = self.config, []
+
+        def call(x: Tensor, s: float) -> Tensor:
+            sigma = torch.full((len(x),), s, dtype=torch.float64)
+            guidance = rollout.guidance
+            return policy.velocity(x, sigma, rollout.cond, batch.prompt, guidance=guidance).float()
+
+        def velocity(x: Tensor, s: float) -> Tensor:
+            v = recomputed(call, x, s) if c.checkpoint else call(x, s)
+            if c.kl_weight:
+                with torch.no_grad(), policy.view(self.anchor):
+                    reference = call(x.detach(), s)
+                distances.append(forward.distance(v, reference))
+            return v
+
+        x, sigma = self.sample(velocity, rollout, batch)
         scores = {"reward": policy.reward(x, rollout, batch.sample, sigma)}
-        if self.config.kl_weight:
-            scores["kl"] = torch.stack(walk.distances).mean(0)
-        return scores
+        return scores | ({"kl": torch.stack(distances).mean(0)} if c.kl_weight else {})
 
-    def finished(self, walk: Walk) -> tuple[Tensor, float]:
-        """(samples (n, *L), from the kept states on; their noise level)."""
-        x, step = walk.kept()
-        end, steps = float(walk.plan.sigma_next[-1]), range(step, walk.plan.edges)
-        if self.config.estimate or (len(steps) == 1 and not end):  # the same, as it ends at 0
-            return walk.estimate(x, step), 0.0
-        for i in steps:
-            x = walk.step(x, i)
-        return x, end
-
-    def renoised(self, walk: Walk, rollout: Rollout, batch: Columns) -> Tensor:
-        """Samples again, each from noise of its own at the last noise level."""
-        x0, last = rollout.at(rollout.leaf[batch.sample]), walk.plan.edges - 1
-        return walk.estimate(
-            noised(x0, batch.host("noise_key"), float(walk.plan.sigma[last])), last
-        )
+    def sample(
+        self, velocity: Callable[[Tensor, float], Tensor], rollout: Rollout, batch: Columns
+    ) -> tuple[Tensor, float]:
+        """(samples (n, *L) with a gradient from where it begins, their noise level)."""
+        c, plan = self.config, rollout.plan
+        sigma, sigma_next = plan.sigma.tolist(), plan.sigma_next.tolist()
+        if c.noised:  # DRaFT-LV: each sample once more, from noise of its own at the last level
+            x0 = rollout.at(rollout.leaf[batch.sample])
+            x = noised(x0, batch.host("noise_key"), sigma[-1])
+            return estimated(velocity, x, sigma[-1], rescale=c.rescale), 0.0
+        begin = int(torch.nonzero(plan.trained))
+        x = rollout.at(rollout.src[rollout.leaf_edge[batch.sample]])
+        # a single step that ends at 0 is an estimate, too
+        if c.estimate or (begin == plan.edges - 1 and not sigma_next[-1]):
+            return estimated(velocity, x, sigma[begin], rescale=c.rescale), 0.0
+        for s, end in zip(sigma[begin:], sigma_next[begin:], strict=True):
+            x = x + (end - s) * velocity(x, s)
+        return x, sigma_next[-1]
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, reward = self.config, scores["reward"]
@@ -206,56 +217,6 @@ class RewardGradient(base.Anchored):
     def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
         """The reward itself."""
         return self.score(policy, rollout, batch)["reward"]
-
-
-class Walk:
-    """Steps of some samples, with a gradient."""
-
-    def __init__(
-        self,
-        policy: base.VelocityField,
-        rollout: Rollout,
-        batch: Columns,
-        config: RewardGradientConfig,
-        anchor: str,
-    ) -> None:
-        self.policy, self.rollout, self.batch = policy, rollout, batch
-        self.config, self.anchor, self.plan = config, anchor, rollout.plan
-        self.distances: list[Tensor] = []  # (n,) of each step, to the reference
-
-    def kept(self) -> tuple[Tensor, int]:
-        """States (n, *L) where the gradient begins, and the step."""
-        transition = self.rollout.leaf_edge[self.batch.sample]
-        step = int(torch.nonzero(self.plan.trained))
-        return self.rollout.at(self.rollout.src[transition]), step
-
-    def step(self, x: Tensor, i: int) -> Tensor:
-        """x at the end of step i."""
-        s, end = float(self.plan.sigma[i]), float(self.plan.sigma_next[i])
-        return x + (end - s) * self.velocity(x, s)
-
-    def estimate(self, x: Tensor, i: int) -> Tensor:
-        """Data, estimated from x at the start of step i."""
-        s = float(self.plan.sigma[i])
-        return estimated(self.velocity, x, s, rescale=self.config.rescale)
-
-    def velocity(self, x: Tensor, s: float) -> Tensor:
-        call = self._call
-        if self.config.checkpoint and torch.is_grad_enabled():
-            v = checkpoint(call, x, s, use_reentrant=False, preserve_rng_state=False)
-        else:
-            v = call(x, s)
-        if self.config.kl_weight:
-            with torch.no_grad(), self.policy.view(self.anchor):
-                reference = call(x.detach(), s)
-            self.distances.append(forward.distance(v, reference))
-        return v
-
-    def _call(self, x: Tensor, s: float) -> Any:
-        rollout, sigma = self.rollout, torch.full((len(x),), s, dtype=torch.float64)
-        return self.policy.velocity(
-            x, sigma, rollout.cond, self.batch.prompt, guidance=rollout.guidance
-        ).float()
 
 
 ALGORITHM = RewardGradient

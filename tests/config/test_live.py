@@ -138,7 +138,7 @@ def test_a_config_without_objects_is_left_as_it_is():
         ({"policy": nn.Linear(2, 2)}, "a plain Linear, whose latents have any shape: pass flowrl"),
         ({"policy": "sd1.5"}, 'policy="sd1.5" is a name: give it to the config, as model=sd1.5'),
         ({"policy": 3}, "policy is a int; give a diffusers pipeline"),
-        ({"algorithm": Net}, "algorithm: Net is not a subclass of flowrl.algorithms.common.base"),
+        ({"algorithm": Net}, "algorithm: Net is not a subclass of flowrl.algorithms.Algorithm"),
         ({"algorithm": "nft"}, "algorithm: 'nft' is not a subclass"),
         ({"algorithm": type("Half", (Own,), {"Config": dict})}, "the Config of Half is not a sub"),
         ({"rewards": lambda media, prompts: 0}, "is called as <lambda>(media, prompts, context)"),

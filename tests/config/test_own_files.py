@@ -69,8 +69,8 @@ def own(tmp_path, monkeypatch):
     [
         ("algorithm=gone.py:Own", 'algorithm "{folder}/gone.py:Own": there is no file'),
         ("algorithm=own.py:Hollo", 'own.py has no "Hollo"; did you mean "Hollow"?'),
-        ("algorithm=own.py:Wrong", "Wrong is not a subclass of flowrl.algorithms.common.base.Alg"),
-        ("algorithm=own.py:NUMBER", "3 is not a subclass of flowrl.algorithms.common.base.Alg"),
+        ("algorithm=own.py:Wrong", "Wrong is not a subclass of flowrl.algorithms.Algorithm"),
+        ("algorithm=own.py:NUMBER", "3 is not a subclass of flowrl.algorithms.Algorithm"),
         ("algorithm=own.py:Hollow", "Hollow does not define plan, columns, score, loss, fit"),
         ("algorithm=own.py:Headless", "Headless does not define loss; a subclass of Transition"),
         ("algorithm.sde=own.py:stepp", 'own.py has no "stepp"; did you mean "step"?'),

@@ -30,7 +30,7 @@ from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
 
 
 class Options(BaseModel):
-    """Base of every algorithm's Config: unknown keys are errors, values cannot change."""
+    """Base of every algorithm's Config; unknown keys are errors, and values cannot change."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
@@ -70,7 +70,7 @@ class Credit(Options):
 
 
 class Anchor(Options):
-    """What the policy is held to."""
+    """The reference that the policy is kept near, and how strongly."""
 
     kl_weight: NonNegativeFloat = Field(
         0.0, description="Weight of the distance to the reference; 0: it is not computed."
@@ -91,9 +91,9 @@ class Anchor(Options):
 
 
 class Sampler(Protocol):
-    """The part of the sampler's settings that shapes a plan."""
+    """The sampler's settings that shape a plan."""
 
-    eta: float
+    eta: float  # noise level of SDE steps
     init_noise: Literal["sample", "group", "batch"]
 
 
@@ -123,7 +123,8 @@ class Algorithm:
     """One instance a run; holds its config, and in `memory` what a later plan may depend on."""
 
     Config: ClassVar[type[Options]] = Options
-    # of "log_prob" | "leaves" | "reference" | "old" | "anchor" | "reward" | "start"
+    # what a rollout and the policy must offer, of "log_prob" | "leaves" | "reference" | "old" |
+    # "anchor" | "reward" | "start"
     needs: frozenset[str] = frozenset()
     # what one term of the loss joins; if not a row: rows of equal column "unit"
     couples: Literal["row", "sample", "group"] = "row"
@@ -154,18 +155,19 @@ class Algorithm:
         return getattr(self.config, "reference_guidance", "none")
 
     def plan(self, sigmas: Tensor, *, sampler: Sampler, iteration: int, seed: int) -> Plan:
-        """Sampling plan of an iteration: sigmas (T+1,) fp64, descending."""
+        """The sampling plan of an iteration; sigmas (T+1,) fp64 fall."""
         raise NotImplementedError
 
     def check(self, plan: Plan) -> None:
-        """ValueError, saying which setting to change, when the plan cannot serve."""
+        """Raise ValueError, saying which setting to change, where the plan cannot serve."""
 
     def most_rows(self, plan: Plan, group: int) -> int:
-        """Most rows of the loss from a group of `group` samples; told to the user before a run."""
+        """Most rows of the loss that a group of `group` samples gives."""
         return int(plan.trained.sum()) * group // plan.leaves
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """(B,) fp32 from rewards and groups of the whole iteration, all processes; NaN: failed."""
+        """The advantage of each sample (B,) fp32, NaN where it failed, from rewards and groups of
+        all processes."""
         c = self.config
         scored = rewards if c.outcome == "reward" else self.win_rates(rewards, group)
         stats: dict[str, Any] = {"std": c.std, "ddof": c.ddof, "eps": c.eps, "clip": c.adv_clip}
@@ -191,19 +193,18 @@ class Algorithm:
         return Advantages(leaf=leaf)
 
     def observe(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-        """Numbers about this process's rollout, to be averaged over processes and logged.
-
-        `remember` gets the averages.
-        """
+        """Numbers about this process's rollout; their averages over processes are logged, and
+        `remember` gets them."""
         return {}
 
     def remember(self, observed: dict[str, float]) -> None:
-        """Take what later plans need of the numbers of `observe` into `memory`."""
+        """Keep in `memory` what later plans need of the averaged numbers of `observe`."""
 
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """Rows with a signal; at least "prompt" (n,), row of cond, "adv" and "weight" (n,) fp32."""
+        """Rows with a signal, a term of the loss each; at least "prompt" (n,), a row of cond, "adv"
+        and "weight" (n,) fp32."""
         raise NotImplementedError
 
     def network_rows(self, batch: Columns) -> Tensor:
@@ -223,22 +224,18 @@ class Algorithm:
         raise NotImplementedError
 
     def fit(self, policy: VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
-        """(n,): how well the policy's present view explains each row.
-
-        A log-prob, or minus an error.
-        """
+        """How well the policy's present view explains each row (n,): a log-prob, or minus an
+        error."""
         raise NotImplementedError
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
-        """View -> d of view <- d view + (1 - d) theta, after an iteration.
-
-        iteration counts from 0; step: optimizer steps at its end.
-        """
+        """The decay d of each view that follows the weights theta after an iteration, by
+        view <- d view + (1 - d) theta. iteration counts from 0; step: optimizer steps so far."""
         return {}
 
 
 class Anchored(Algorithm):
-    """An algorithm whose config is an Anchor: `anchor` names the view it is held to."""
+    """An algorithm whose config is an Anchor; `anchor` names the view that is its reference."""
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -253,7 +250,7 @@ class Anchored(Algorithm):
             )
 
     def anchor_needs(self, always: bool = False) -> set[str]:
-        """The view of the reference, when the loss reads it."""
+        """The view of the reference, where the loss reads it or `always`."""
         return {self.anchor} if always or self.config.kl_weight else set()
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
@@ -276,8 +273,11 @@ def plus_kl(
     return term + weight * scores["kl"]
 
 
+held = plus_kl  # its name in methods that were written for version 0.1
+
+
 def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutput:
-    """LossOutput of a term (n,) and metrics (n,), each weighted by the rows' weights."""
+    """The sums over rows of a term (n,) and of metrics (n,), weighted by the rows' weights."""
     return LossOutput(
         loss=(batch.weight * term).sum(),
         metrics={name: (batch.weight * value.detach()).sum() for name, value in metrics.items()},
@@ -285,9 +285,10 @@ def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutp
 
 
 def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1.
+    """Add up values (n,) by their unit (n,) -> sums of units (u,), rows of units (u,), and the unit
+    of each row (n,), numbered from 0.
 
-    unit (n,) may be on the CPU, where nothing waits for the values' device.
+    unit may be on the CPU, where nothing waits for the values' device.
     """
     found = torch.unique(unit, return_inverse=True, return_counts=True)[1:]
     place, count = (t.to(value.device, non_blocking=True) for t in found)

@@ -13,15 +13,15 @@ sampler's own state. The mean is this term's own: the method's number of rows do
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flowrl.advantages.several import place_in_group
 from flowrl.algorithms.common import base
-from flowrl.algorithms.common.estimate import estimated, noised
+from flowrl.algorithms.common.estimate import estimated, noised, recomputed
 from flowrl.samplers import keys
 from flowrl.types import Columns, LossOutput, Rollout
 
@@ -29,11 +29,11 @@ from flowrl.types import Columns, LossOutput, Rollout
 class Gradient(Protocol):
     """The settings of section `gradient`."""
 
-    sigma: float | tuple[float, float]
-    copies: int
-    samples: int | None
-    scale: float
-    rescale: bool
+    sigma: float | tuple[float, float]  # noise level of the estimates, or its range
+    copies: int  # noised copies of a sample
+    samples: int | None  # at most so many of a group; None: all
+    scale: float  # what the term is multiplied by
+    rescale: bool  # whether the gradient of an estimate is divided by its sigma
 
 
 class Climb(base.Algorithm):
@@ -74,13 +74,9 @@ class Climb(base.Algorithm):
             guidance = rollout.guidance
             return policy.velocity(x, sigma, rollout.cond, batch.prompt, guidance=guidance).float()
 
-        def again(x: Tensor, sigma: Tensor) -> Tensor:
-            """Computed again in the backward, as decoder and reward need the memory."""
-            return checkpoint(velocity, x, sigma, use_reentrant=False, preserve_rng_state=False)
-
         x0 = rollout.at(rollout.leaf[batch.sample])
         x = noised(x0, batch.host("noise_key"), batch.sigma)
-        call = again if torch.is_grad_enabled() else velocity
+        call = partial(recomputed, velocity)
         x0 = estimated(call, x, batch.sigma, rescale=self.config.rescale)
         return {"reward": policy.reward(x0, rollout, batch.sample, 0.0)}
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from flowrl.samplers import keys
 from flowrl.types import expand
@@ -33,6 +35,13 @@ def estimated(
     if rescale:
         v = v.detach() + (v - v.detach()) / s
     return x - s * v
+
+
+def recomputed(velocity: Callable[[Tensor, Any], Tensor], x: Tensor, sigma: Any) -> Tensor:
+    """velocity(x, sigma), computed again in the backward: decoder and reward need the memory."""
+    if not torch.is_grad_enabled():
+        return velocity(x, sigma)
+    return checkpoint(velocity, x, sigma, use_reentrant=False, preserve_rng_state=False)
 
 
 def level(sigma: Tensor | float, like: Tensor) -> Tensor | float:

@@ -12,7 +12,7 @@ OWN = ("plan", "columns", "score", "loss", "fit")  # what the base class leaves 
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """Unknown, broken or incomplete -> ValueError."""
+    """The class behind a name; ValueError for an unknown, broken or incomplete one."""
     found = registry.plugin(
         "flowrl.algorithms", name, "ALGORITHM", what="algorithm", suits=is_algorithm
     )
@@ -20,21 +20,20 @@ def algorithm_class(name: str) -> type[Algorithm]:
 
 
 def is_algorithm(value: Any) -> bool:
+    """Whether a value is a subclass of Algorithm."""
     return isinstance(value, type) and issubclass(value, Algorithm)
 
 
 def checked(found: Any, what: str) -> type[Algorithm]:
-    """The class, if it is a whole one; else ValueError that begins with `what`."""
+    """The class, where it defines all that it has to; else ValueError that begins with `what`."""
     if not is_algorithm(found):
         said = getattr(found, "__name__", repr(found))
-        raise ValueError(
-            f"{what}: {said} is not a subclass of flowrl.algorithms.common.base.Algorithm"
-        )
+        raise ValueError(f"{what}: {said} is not a subclass of flowrl.algorithms.Algorithm")
     cls: type[Algorithm] = found
     if not (isinstance(cls.Config, type) and issubclass(cls.Config, Options)):
         raise ValueError(
             f"{what}: the Config of {cls.__name__} is not a subclass of"
-            " flowrl.algorithms.common.base.Options, a pydantic model"
+            " flowrl.algorithms.Options, a pydantic model"
         )
     if left := [method for method in OWN if getattr(cls, method) is getattr(Algorithm, method)]:
         raise ValueError(

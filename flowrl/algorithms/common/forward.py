@@ -9,6 +9,7 @@ docs/algorithms/index.md says what they all do differently from papers and code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -85,7 +86,7 @@ Decay = Annotated[float, Field(ge=0, lt=1, description="... and at most this.")]
 
 
 class Follower(base.Options):
-    """How the old policy follows, where its decay grows by steps; read where one is kept."""
+    """How the old policy follows the trained one, with a decay that grows by steps."""
 
     old_slope: Slope = 0.001
     old_decay: Decay = 0.3
@@ -93,11 +94,12 @@ class Follower(base.Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noised:
-    """Rows ready for the network."""
+    """Rows of the loss, noised and ready for the network."""
 
     x0: Tensor  # (n, *L) clean samples
     x: Tensor  # (n, *L) noised to sigma
-    sigma: Tensor  # (n, 1, ...) fp32
+    level: Tensor  # (n,) fp64 noise levels
+    sigma: Tensor  # (n, 1, ...) fp32, the same
     target: Tensor  # (n, *L) u = eps - x0
     scale: Tensor  # (n,) what m is multiplied by, for the error that the config names
 
@@ -106,8 +108,13 @@ class Noised:
         return self.scale * distance(v, self.target)
 
 
+# view of the weights, guidance -> its velocity (n, *L) at the same rows, without gradient
+OtherVelocity = Callable[..., Tensor]
+
+
 class ForwardMethod(base.Anchored):
-    """Plan, rows, noise and velocities; a subclass adds scores and the loss."""
+    """Plan, rows, noise and velocities of a method on finished samples. A subclass adds the loss,
+    and `compared` where that reads more than the error."""
 
     Config: ClassVar[type[ForwardConfig]] = ForwardConfig
     config: ForwardConfig
@@ -135,10 +142,8 @@ class ForwardMethod(base.Anchored):
     # ------------------------------------------------------------------ noise levels
 
     def grid(self, plan: Plan) -> Tensor:
-        """Levels of the schedule that may be trained: (K,) fp64, falling.
-
-        Of those where the plan calls the network.
-        """
+        """The noise levels that may be trained, (K,) fp64, falling: those at which the plan calls
+        the network, within `first` and `range`."""
         c, levels = self.config, torch.unique(plan.sigma).flip(0)
         last = int(len(levels) * c.range + 1e-9)
         if c.first >= last:
@@ -149,7 +154,7 @@ class ForwardMethod(base.Anchored):
         return levels[c.first : last]
 
     def draws(self, plan: Plan) -> int:
-        """Noise levels trained per sample."""
+        """How many noise levels a sample is trained at."""
         c = self.config
         if c.levels in CONTINUOUS:
             return 1 if c.steps is None else c.steps
@@ -166,10 +171,8 @@ class ForwardMethod(base.Anchored):
         return draws
 
     def drawn_levels(self, plan: Plan, names: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise levels of each name, and which draw each is: (n,) -> (n, draws) fp64, int64.
-
-        Names are keys: who has the same name is trained at the same levels.
-        """
+        """Draw the noise levels of names (n,) -> levels (n, draws) fp64, numbers of the draws (n,
+        draws) int64. Names are keys: samples of one name are trained at the same levels."""
         c, draws = self.config, self.draws(plan)
         place = torch.arange(draws, device=names.device)
         if c.levels == "schedule":
@@ -190,17 +193,15 @@ class ForwardMethod(base.Anchored):
     # ------------------------------------------------------------------ rows
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-        """Leaves that are trained and what stands in their column adv -> (m,) int64, (m,) fp32."""
+        """The samples that are trained, (m,) int64, and what their column adv holds, (m,) fp32."""
         leaf = torch.nonzero(has_signal(advantages)).flatten()
         return leaf, advantages.leaf[leaf]
 
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """One row per (sample, noise level).
-
-        unit: rows of one group at one draw; members: size of the group.
-        """
+        """A row for each sample and noise level. unit: rows of one group at one draw; members: size
+        of the group."""
         at_data = not bool(rollout.state_sigma[rollout.leaf].any())
         assert at_data, "what is trained on is data, at sigma 0"
         leaf, adv = self.chosen(rollout, advantages)
@@ -223,7 +224,7 @@ class ForwardMethod(base.Anchored):
     def drawn(
         self, rollout: Rollout, leaf: Tensor, seed: int, iteration: int
     ) -> tuple[Tensor, Tensor]:
-        """Noise levels of leaves (m,) and the keys of their noise -> (m, draws) fp64, int64."""
+        """Noise levels of samples (m,), and the keys of their noise -> (m, draws) fp64, int64."""
         purpose = type(self).__name__.lower()
         sample = keys.key(purpose, seed, iteration, rollout.leaf_key[leaf])
         of_group = keys.key(purpose, seed, iteration, group_keys(rollout)[leaf])
@@ -235,14 +236,43 @@ class ForwardMethod(base.Anchored):
 
     # ------------------------------------------------------------------ scores
 
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
+        """What `compared` says; kl (n,), the mean square distance to the reference, where it has a
+        weight."""
+        rows = self.noised(rollout, batch)
+        v = self.velocity(policy, rollout, batch, rows.x)
+
+        def other(view: str, guidance: float | str = "none") -> Tensor:
+            return self.other(policy, view, rollout, batch, rows.x, v, guidance)
+
+        scores = self.compared(rows, v, other)
+        if self.config.kl_weight and "kl" not in scores:
+            scores["kl"] = distance(v, other(self.anchor, self.reference_guidance))
+        return scores
+
+    def compared(self, rows: Noised, v: Tensor, other: OtherVelocity) -> dict[str, Tensor]:
+        """Named (n,) numbers that the loss reads, of the policy's velocity v (n, *L) and those of
+        other views of its weights; here the flow-matching error."""
+        return {"error": rows.error(v)}
+
     def noised(self, rollout: Rollout, batch: Columns) -> Noised:
+        """Noise the sample of each row again: x = (1 - sigma) x0 + sigma eps."""
         x0 = rollout.at(batch.state)
         eps = keys.gaussian(batch.host("noise_key"), x0.shape[1:], x0.device)
         sigma = expand(batch.sigma, x0).to(x0)
         s = sigma.flatten()
         scales = {"velocity": torch.ones_like(s), "eps": (1 - s).square(), "x0": s.square()}
         x = (1 - sigma) * x0 + sigma * eps
-        return Noised(x0=x0, x=x, sigma=sigma, target=eps - x0, scale=scales[self.config.error])
+        return Noised(
+            x0=x0,
+            x=x,
+            level=batch.sigma,
+            sigma=sigma,
+            target=eps - x0,
+            scale=scales[self.config.error],
+        )
 
     def velocity(
         self,
@@ -252,7 +282,7 @@ class ForwardMethod(base.Anchored):
         x: Tensor,
         guidance: float | str = "none",
     ) -> Tensor:
-        """v (n, *L) of the policy's present view."""
+        """The velocity (n, *L) fp32 of the policy's present view."""
         v = policy.velocity(x, batch.sigma, rollout.cond, batch.prompt, guidance=guidance)
         return v.float()
 
@@ -267,7 +297,8 @@ class ForwardMethod(base.Anchored):
         v: Tensor,
         guidance: float | str = "none",
     ) -> Tensor:
-        """v (n, *L) of another view, without gradient: v itself where the weights are equal."""
+        """The velocity (n, *L) of another view, without gradient. Where that has the same weights,
+        it is v itself, and no network is called."""
         if view != "reference" and guidance == "none" and policy.same("default", view):
             return v.detach()
         with policy.view(view):
@@ -290,25 +321,21 @@ def distance(v: Tensor, other: Tensor) -> Tensor:
 
 
 def has_signal(advantages: Advantages) -> Tensor:
-    """(B,) bool: leaves whose advantage is neither 0 nor NaN."""
+    """Which samples have an advantage that is neither 0 nor NaN, (B,) bool."""
     return advantages.leaf.nan_to_num(0.0) != 0
 
 
 def members_with_signal(rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-    """Every valid member of a group in which any has a signal, as ForwardMethod.chosen.
-
-    For losses that compare members.
-    """
+    """Every valid member of the groups in which any has a signal, in the form of
+    ForwardMethod.chosen; for losses that compare members."""
     signal = torch.unique(rollout.group[has_signal(advantages)])
     leaf = torch.nonzero(torch.isin(rollout.group, signal) & ~advantages.leaf.isnan()).flatten()
     return leaf, advantages.leaf[leaf]
 
 
 def group_keys(rollout: Rollout) -> Tensor:
-    """A name for each leaf's group, the smallest key of its members -> (B,) int64.
-
-    It depends on nothing but the members.
-    """
+    """A name of each sample's group, (B,) int64: the smallest of its members' keys, so that it
+    depends on nothing else."""
     groups, place = torch.unique(rollout.group, return_inverse=True)
     largest = torch.full((len(groups),), torch.iinfo(torch.int64).max, device=place.device)
     return largest.scatter_reduce(0, place, rollout.leaf_key, "amin")[place]

@@ -67,7 +67,7 @@ def without_tail(c: TransitionConfig, sigmas: Tensor, sampler: Sampler, start: i
 
 
 def check_plan(c: TransitionConfig, plan: Plan) -> None:
-    """ValueError, saying which setting to change, when the plan cannot serve."""
+    """Raise ValueError, saying which setting to change, where the plan cannot serve."""
     if not bool(plan.trained.any()):
         raise ValueError(
             "GRPO needs SDE steps and this plan has none: set sampler.eta > 0 (0.7 for"
@@ -80,7 +80,7 @@ def check_plan(c: TransitionConfig, plan: Plan) -> None:
 
 
 def check_compared(c: TransitionConfig, plan: Plan) -> None:
-    """ValueError where the credit rule has nothing to compare on this plan."""
+    """Raise ValueError where the credit rule has nothing to compare on this plan."""
     if c.credit == "siblings" and c.plan not in FORKING and plan.init == "sample":
         raise ValueError(
             f"algorithm.credit=siblings compares children of one node, and plan={c.plan} never"
@@ -100,7 +100,7 @@ def check_compared(c: TransitionConfig, plan: Plan) -> None:
 
 
 def check_strides(c: TransitionConfig) -> None:
-    """ValueError where credit sums over strides that the plan does not have."""
+    """Raise ValueError where credit sums over strides that the plan does not have."""
     if c.credit == "granular" and c.plan != "granular":
         raise ValueError(
             f"algorithm.credit=granular sums over strides, which plan={c.plan} does not have; set"
@@ -109,7 +109,7 @@ def check_strides(c: TransitionConfig) -> None:
 
 
 def check_adaptive_window(c: TransitionConfig) -> None:
-    """ValueError where the window follows a measurement that the plan does not make."""
+    """Raise ValueError where the window follows a measurement that the plan does not make."""
     if c.window.schedule == "adaptive" and c.plan != "tree":
         raise ValueError(
             "algorithm.window.schedule=adaptive measures how children differ at each step of"
@@ -119,7 +119,7 @@ def check_adaptive_window(c: TransitionConfig) -> None:
 
 
 def check_prune(c: TransitionConfig, plan: Plan) -> None:
-    """ValueError where pruning has no effect, or leaves nothing to train."""
+    """Raise ValueError where pruning has no effect, or leaves nothing to train."""
     if c.prune.active and c.plan != "branch":
         raise ValueError(
             f"algorithm.prune leaves out edges of plan=branch, and the plan is {c.plan}; set"

@@ -20,7 +20,7 @@ def pruned(
     splits: tuple[int, ...],
     iteration: int,
 ) -> Tensor:
-    """(N,) bool: transitions to leave out."""
+    """Which transitions are left out, (N,) bool."""
     assert advantages.transition is not None
     last = max(splits)
     depth = rollout.plan.depth.to(rollout.edge.device)[rollout.edge]
@@ -37,7 +37,7 @@ def pruned(
 
 
 def depths(plan: Plan, splits: tuple[int, ...]) -> int:
-    """Noisy steps of a branching plan from the last split on."""
+    """How many noisy steps a branching plan has from the last split on."""
     return int(plan.depth[plan.trained].max()) + 1 - max(splits)
 
 
@@ -48,14 +48,15 @@ def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
 
 
 def first_left_out(prune: Prune, last: int, deepest: int, iteration: int) -> int:
-    """First depth left out at an iteration."""
+    """The first depth that is left out in an iteration."""
     moves = iteration // prune.every
     reach = max(deepest + 1 - prune.depth - last, 0)
     return last + (max(reach - moves, 0) if prune.slide == "earlier" else moves % (reach + 1))
 
 
 def best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tensor:
-    """(N,) bool: at or below the best of the siblings that start at the last split."""
+    """Which transitions lie at or below the best of the siblings that start at the last split, (N,)
+    bool."""
     at = torch.nonzero(depth == last).flatten()
     best: dict[int, int] = {}
     for row, src in zip(at.tolist(), rollout.src[at].tolist(), strict=True):
@@ -70,7 +71,7 @@ def best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tenso
 
 
 def extreme_leaves(leaf: Tensor, group: Tensor, count: int) -> Tensor:
-    """(B,) bool: the `count` highest and the `count` lowest of each group."""
+    """Which leaves are among the `count` highest or lowest of their group, (B,) bool."""
     chosen = torch.zeros(len(leaf), dtype=torch.bool, device=leaf.device)
     for g in torch.unique(group).tolist():
         rows = torch.nonzero((group == g) & ~torch.isnan(leaf)).flatten()
@@ -80,7 +81,7 @@ def extreme_leaves(leaf: Tensor, group: Tensor, count: int) -> Tensor:
 
 
 def leads_to(rollout: Rollout, leaves: Tensor) -> Tensor:
-    """(N,) bool: transitions with one of the chosen leaves (B,) below them."""
+    """Which transitions have one of the chosen leaves (B,) below them, (N,) bool."""
     out = torch.zeros_like(rollout.trained)
     at = rollout.leaf_edge[leaves]
     while bool((at >= 0).any()):

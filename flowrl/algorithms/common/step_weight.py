@@ -12,7 +12,8 @@ from flowrl.types import Columns, Rollout
 
 
 def step_weight(how: Literal["noise", "inverse_step"], rollout: Rollout, rows: Columns) -> Tensor:
-    """(n,): std of each step over the mean of the plan's levels, or 1 over its length."""
+    """The weight of each row's step (n,): its std over the mean of the plan's levels, or 1 over its
+    length."""
     if how == "inverse_step":
         return 1 / (rows.sigma - rows.sigma_next).float()
     plan = rollout.plan
@@ -25,7 +26,7 @@ def step_weight(how: Literal["noise", "inverse_step"], rollout: Rollout, rows: C
 
 
 def spreads(rollout: Rollout, steps: Columns) -> Tensor:
-    """std (n,) of SDE steps: it depends on neither state nor network."""
+    """The std (n,) of SDE steps, which depends on neither state nor network."""
     nothing = torch.zeros(len(steps), 1, device=steps.sigma.device)
     step = sde.transition(rollout.plan, nothing, nothing, steps.sigma, steps.sigma_next, steps.eta)
     return step.std.flatten()

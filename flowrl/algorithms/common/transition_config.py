@@ -25,7 +25,7 @@ OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score 
 
 
 def known_sde(name: str) -> str:
-    """The name of a step that is there, with its whole path; else ValueError."""
+    """The name of a denoising step, with the whole path of a file; ValueError for another."""
     sde.find(name := registry.absolute(name))
     return name
 
@@ -233,7 +233,7 @@ class TransitionConfig(base.Credit, base.Anchor):
 
 
 def needs_whole_samples(config: TransitionConfig, name: str) -> None:
-    """ValueError where samples share steps, for losses that compare whole samples."""
+    """Raise ValueError where samples share steps, for losses that compare whole samples."""
     if config.plan in FORKING or config.credit != "leaf":
         raise ValueError(
             f"{name} compares whole samples; algorithm.plan={config.plan} with"

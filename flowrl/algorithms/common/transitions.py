@@ -26,7 +26,7 @@ from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, Transition
 
 
 class TransitionMethod(base.Anchored):
-    """Plan, credit, rows and scores; a subclass adds the loss."""
+    """Plan, credit, rows and scores of a method on denoising steps. A subclass adds the loss."""
 
     Config = TransitionConfig
     config: TransitionConfig
@@ -41,7 +41,7 @@ class TransitionMethod(base.Anchored):
     # ------------------------------------------------------------------ what is walked
 
     def plan(self, sigmas: Tensor, *, sampler: base.Sampler, iteration: int, seed: int) -> Plan:
-        """The plan of an iteration; the same object as long as its window stays where it is."""
+        """The plan of an iteration, which is the same object while its window stays in place."""
         start = 0
         if self.windowed:
             start = window_start(
@@ -63,10 +63,8 @@ class TransitionMethod(base.Anchored):
     # ------------------------------------------------------------------ credit
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """z-scores, or the outcome itself where the credit rule has statistics of its own.
-
-        NaN of an invalid sample.
-        """
+        """z-scores (B,), or the outcome itself where the credit rule has statistics of its own; NaN
+        for an invalid sample."""
         c = self.config
         if c.credit not in OWN_STATISTICS or c.combine != "rewards":
             return super().leaf_advantages(rewards, group)
@@ -74,7 +72,8 @@ class TransitionMethod(base.Anchored):
         return torch.where(rewards.valid, scored.total, torch.nan)
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
-        """Invalid samples have leaf NaN or 0 and enter no transition."""
+        """Credit of each transition by algorithm.credit. Invalid samples have leaf NaN or 0 and
+        enter no transition."""
         c, valid = self.config, ~torch.isnan(leaf)
         stats: dict[str, Any] = {"ddof": c.ddof, "eps": c.eps, "clip": c.adv_clip}
         if c.credit == "depth":
@@ -93,7 +92,7 @@ class TransitionMethod(base.Anchored):
         return Advantages(leaf=leaf, transition=edge)
 
     def observe(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-        """Of plans that fork: how much of the variance of rewards each step decides."""
+        """How much of the variance of rewards each step decides, for plans that fork."""
         if self.config.plan not in FORKING:
             return {}
         return {
@@ -141,11 +140,12 @@ class TransitionMethod(base.Anchored):
         )
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
-        """(N,) bool: transitions with a signal."""
+        """Which transitions have a signal and are trained, (N,) bool."""
         return advantages.transition != 0
 
     def drawn(self, rollout: Rollout, seed: int, iteration: int) -> Tensor:
-        """DanceGRPO: floor(fraction * K) of each sample's K trained transitions -> (N,) bool."""
+        """Draw floor(fraction * K) of each sample's K trained transitions (DanceGRPO,
+        arXiv:2505.07818) -> (N,) bool."""
         top = samples(rollout)
         draw = keys.uniform(keys.key("timesteps", seed, iteration, rollout.noise_key))
         order = draw.argsort()
@@ -187,10 +187,8 @@ class TransitionMethod(base.Anchored):
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
-        """log_prob of the stored step, and what else the loss reads; (n,) each.
-
-        log_prob_ref where it compares with the reference; kl, per latent dim, with a weight.
-        """
+        """log_prob (n,) of the stored step; log_prob_ref (n,) where the loss compares with the
+        reference; kl (n,), per latent dim, where it has a weight; and `more_scores`."""
         y, c = rollout.at(batch.dst), self.config
         step, v = self.transition(policy, rollout, batch)
         scores = {"log_prob": sde.log_prob(rollout.plan, step, y)}
@@ -240,10 +238,8 @@ class GroupMethod(TransitionMethod):
 
 
 def samples(rollout: Rollout) -> Tensor:
-    """(N,) first stored transition of the path that each transition lies on.
-
-    On a path without forks it stands for the sample.
-    """
+    """The first stored transition of the path that each transition lies on, (N,) int64; on a path
+    without forks it stands for the sample."""
     top = torch.where(
         rollout.parent < 0,
         torch.arange(len(rollout.parent), device=rollout.parent.device),
@@ -255,28 +251,22 @@ def samples(rollout: Rollout) -> Tensor:
 
 
 def spread_kl(std: Tensor, other: Tensor) -> Tensor:
-    """What other standard deviations add to the KL of two Gaussians, a mean over dims -> (n,).
-
-    Exactly 0 where they are equal.
-    """
+    """What different standard deviations add to the KL of two Gaussians, a mean over dims (n,);
+    exactly 0 where they are equal."""
     log_ratio = std.log() - other.log()
     return (0.5 * (2 * log_ratio).expm1() - log_ratio).flatten(1).mean(1)
 
 
 def own_noise(batch: Columns, like: Tensor) -> Tensor:
-    """The standard normal that made each row's step, (n, *L).
-
-    Of plans whose siblings are independent.
-    """
+    """The standard normal noise that made each row's step, (n, *L), in plans whose siblings are
+    independent."""
     noise = partial(keys.gaussian, shape=like.shape[1:], device=like.device)
     return forest.own_noise(noise, batch.host("noise_key"))
 
 
 def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
-    """(N,) bool: transitions of valid samples in groups where any advantage differs from 0.
-
-    A sample at the mean is compared too.
-    """
+    """Which transitions belong to valid samples of groups where any advantage differs from 0, (N,)
+    bool; a sample at the mean is compared, too."""
     assert advantages.transition is not None
     prompt = rollout.prompt[rollout.src]
     valid = credit.spread(rollout, (~torch.isnan(advantages.leaf)).float()) > 0
@@ -284,7 +274,7 @@ def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
 
 
 def first_rows(place: Tensor) -> Tensor:
-    """Index of the first row of each value 0..m-1 in place (n,) -> (m,)."""
+    """The first row of each value 0..m-1 of place (n,) -> (m,) int64."""
     rows = torch.arange(len(place), device=place.device)
     return torch.full((int(place.max()) + 1,), len(place), device=place.device).scatter_reduce_(
         0, place, rows, "amin"
