@@ -1,16 +1,11 @@
-"""Credit by hand, by invariance, and through trees."""
-
-from dataclasses import replace
+"""Advantages within groups and of several rewards, by hand and by invariance."""
 
 import pytest
 import torch
 
 from flowrl import advantages as credit
-from flowrl.advantages import trees
-from flowrl.samplers import keys, plan, sigmas, tree
 from flowrl.types import Rewards
 
-GRID = sigmas.shifted(6, 3)
 R = torch.tensor([1.0, 2.0, 3.0, 10.0, 10.0, 40.0])
 G = torch.tensor([0, 0, 0, 1, 1, 1])
 
@@ -26,16 +21,6 @@ def make(total, raw=None, weights=None):
         weights=weights or {"r": 1.0},
         total=total,
         valid=~torch.isnan(total),
-    )
-
-
-def grow(p, rows):
-    return tree.grow(
-        lambda x, s, r: torch.tanh(x),
-        lambda k: keys.gaussian(k, (4,)),
-        p,
-        shape=(4,),
-        rows=torch.tensor(rows),
     )
 
 
@@ -87,9 +72,8 @@ def test_invalid_samples_get_zero_and_enter_no_statistic():
     r = torch.tensor([1.0, 2.0, torch.nan, 3.0, torch.nan])
     g = torch.tensor([0, 0, 0, 0, 1])
     adv = credit.group_relative(r, g)
-    assert torch.allclose(adv[[0, 1, 3]], z(torch.tensor([1.0, 2.0, 3.0]))) and adv[
-        [2, 4]
-    ].tolist() == [0, 0]
+    assert torch.allclose(adv[[0, 1, 3]], z(torch.tensor([1.0, 2.0, 3.0])))
+    assert adv[[2, 4]].tolist() == [0, 0]
     marked = credit.group_relative(
         torch.tensor([1.0, 2.0, 77.0, 3.0, 5.0]), g, valid=~torch.isnan(r)
     )
@@ -151,10 +135,8 @@ def test_gdpo_is_a_weighted_sum_of_z_scores_over_its_spread():
     assert float(credit.combine(make(R), G, **options, clip=1.1).abs().max()) == pytest.approx(1.1)
     more = torch.cat([R, torch.tensor([torch.nan])])
     with_failed = credit.combine(make(more), torch.cat([G, torch.tensor([1])]), **options)
-    assert (
-        torch.equal(with_failed[:6], credit.combine(make(R), G, **options))
-        and float(with_failed[6]) == 0
-    )
+    assert torch.equal(with_failed[:6], credit.combine(make(R), G, **options))
+    assert float(with_failed[6]) == 0
 
 
 def test_gdpos_spread_is_that_of_the_samples_of_all_processes():
@@ -173,115 +155,45 @@ def test_gdpos_spread_is_that_of_the_samples_of_all_processes():
 
     whole = combined(torch.arange(12))
     assert torch.allclose(combined(order), whole[order], atol=1e-6)
-    assert (
-        torch.allclose(2**0.5 * combined(torch.arange(6)), whole[:6], atol=1e-3)
-        and float(whole[:6].abs().min()) > 0.01
+    assert torch.allclose(2**0.5 * combined(torch.arange(6)), whole[:6], atol=1e-3)
+    assert float(whole[:6].abs().min()) > 0.01
+
+
+# --- the best and worst of each group (DanceGRPO's best-of-N)
+
+
+def test_best_and_worst_of_each_group_are_kept():
+    """Groups interleaved: keep 3 is the two highest and the lowest of five; a group of three stays
+    whole."""
+    adv = torch.tensor([0.5, 9.0, -2.0, 1.5, 8.0, 0.1, -1.0, 7.0])
+    group = torch.tensor([4, 1, 4, 4, 1, 4, 4, 1])
+    assert credit.best_worst(adv, group, 3).tolist() == [1, 1, 1, 1, 1, 0, 0, 1]
+    assert credit.best_worst(adv, group, 2).tolist() == [0, 1, 1, 1, 0, 0, 0, 1]
+    assert credit.best_worst(adv, group, 1).tolist() == [0, 1, 0, 1, 0, 0, 0, 0]
+    for keep in (5, 6, 100):
+        assert bool(credit.best_worst(adv, group, keep).all())
+    with pytest.raises(ValueError, match="keep=0 must be at least 1"):
+        credit.best_worst(adv, group, 0)
+
+
+def test_ties_are_broken_by_order_and_exactly_keep_are_kept():
+    """Of equals the earlier counts as the lower: keep 4 of six are the first two and the last
+    two."""
+    assert credit.best_worst(torch.ones(6), torch.zeros(6), 4).tolist() == [1, 1, 0, 0, 1, 1]
+    assert credit.best_worst(
+        torch.tensor([2.0, 1.0, 2.0, 1.0, 2.0]), torch.zeros(5), 2
+    ).tolist() == [0, 1, 0, 0, 1]
+    adv, group = torch.randint(1, 4, (60,)).float(), torch.arange(60) % 5
+    for keep in range(1, 13):
+        kept = credit.best_worst(adv, group, keep)
+        assert all(int(kept[group == g].sum()) == keep for g in range(5))
+    alone = torch.cat([credit.best_worst(adv[group == g], group[group == g], 5) for g in range(5)])
+    assert torch.equal(
+        alone, torch.cat([credit.best_worst(adv, group, 5)[group == g] for g in range(5)])
     )
 
 
-def test_on_paths_every_transition_has_the_advantage_of_its_leaf():
-    grown = grow(plan.full(GRID, eta=0.7), [0, 0, 1])
-    leaf = torch.tensor([0.5, -0.5, 2.0])
-    assert credit.spread(grown, leaf).view(3, 5).tolist() == [[0.5] * 5, [-0.5] * 5, [2.0] * 5]
-
-
-def test_tree_credit_is_the_mean_of_descendant_leaves():
-    grown = grow(plan.tree(GRID, start=1, depth=2, children=2, eta=0.7), [0])
-    out = credit.spread(grown, torch.tensor([1.0, 2.0, 5.0, 8.0]))
-    assert out.tolist() == pytest.approx([1.5, 6.5, 1.0, 2.0, 5.0, 8.0])  # edges in order of depth
-
-
-BRANCHY = plan.branch(GRID, splits=[0, 2], children=2, eta=0.3)
-
-
-@pytest.mark.parametrize("weighting", ["mean", "path", "recursive"])
-def test_branch_of_single_children_over_roots_is_plain_grpo(weighting):
-    """K = 1, group over the trees of the prompt."""
-    grown = grow(plan.branch(GRID, splits=[0, 2], children=1, eta=0.3), [0, 0, 0, 1, 1, 1])
-    out = credit.branch(grown, make(R), weighting=weighting, ddof=0, eps=1e-4)
-    plain = credit.group_relative(R, G)
-    assert torch.equal(out.leaf, plain) and torch.allclose(
-        out.transition, plain.repeat_interleave(5), atol=1e-6
-    )
-    alone = credit.branch(grown, make(R), weighting=weighting, scope="tree")
-    assert bool((alone.transition == 0).all()) and bool((alone.leaf == 0).all())
-
-
-def test_branch_advantages_are_z_scores_of_node_means_at_each_depth():
-    """One tree, leaves 1 2 3 6: depth 0 has nodes 1.5 and 4.5, depths 2-4 the leaves themselves."""
-    grown = grow(BRANCHY, [0])
-    leaf = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    out = credit.branch(grown, make(leaf))
-    depth = BRANCHY.depth[grown.edge]
-    expected = {0: z(torch.tensor([1.5, 4.5]), 1, 1e-8), 1: z(torch.tensor([1.5, 4.5]), 1, 1e-8)}
-    for d in range(5):
-        assert torch.allclose(
-            out.transition[depth == d], expected.get(d, z(leaf, 1, 1e-8)), atol=1e-6
-        ), d
-    last = torch.cat([out.transition[grown.leaf_edge]])
-    # after the last split an edge has its leaf's advantage
-    assert torch.allclose(last, out.leaf, atol=1e-6)
-
-
-def test_path_weights_are_the_softmax_over_leaves_and_beta_zero_is_the_mean():
-    grown = grow(BRANCHY, [0, 0])
-    leaf = torch.randn(8)
-    assert torch.allclose(
-        credit.branch(grown, make(leaf), weighting="path", beta=0.0).transition,
-        credit.branch(grown, make(leaf)).transition,
-        atol=1e-6,
-    )
-    top = int(torch.nonzero(grown.parent < 0).flatten()[0])
-    paths = {}
-    for b in range(8):
-        at, total = int(grown.leaf_edge[b]), 0.0
-        while at >= 0 and at != top:
-            at, total = int(grown.parent[at]), total + float(grown.log_prob[at])
-        if at == top:
-            paths[b] = total
-    weights = torch.softmax(torch.tensor(list(paths.values())), 0)
-    value = float((weights * leaf[list(paths)]).sum())
-    leaves, transitions, logits = trees.leaves_below(grown)
-    ok = torch.ones_like(leaves, dtype=torch.bool)
-    fused, _ = trees.softmax_mean(leaf.double()[leaves], logits, transitions, ok, len(grown.src))
-    assert len(paths) == 2 and float(fused[top]) == pytest.approx(value, abs=1e-5)
-
-
-def test_an_invalid_leaf_leaves_the_fusion():
-    grown = grow(BRANCHY, [0])
-    out = credit.branch(grown, make(torch.tensor([1.0, torch.nan, 3.0, 6.0])))
-    top = torch.nonzero(BRANCHY.depth[grown.edge] == 0).flatten()
-    assert torch.allclose(out.transition[top], z(torch.tensor([1.0, 4.5]), 1, 1e-8), atol=1e-6)
-    assert float(out.leaf[1]) == 0 and float(out.transition[grown.leaf_edge[1]]) == 0
-
-
-def test_tree_backup_of_one_child_is_the_leaf():
-    grown = grow(plan.tree(GRID, start=1, depth=3, children=1, eta=0.7), [0, 0])
-    assert credit.tree_backup(grown, torch.tensor([0.5, -2.0])).view(2, 3).tolist() == [
-        [0.5] * 3,
-        [-2.0] * 3,
-    ]
-
-
-def test_tree_backup_weighs_children_by_their_log_probs():
-    grown = grow(plan.tree(GRID, start=0, depth=2, children=3, eta=0.7), [0])
-    leaf = torch.randn(9)
-    out = credit.tree_backup(grown, leaf, temperature=0.5)
-    for e in range(3):
-        kids = torch.nonzero(grown.parent == e).flatten()
-        w = torch.softmax(grown.log_prob[kids] / 0.5, 0)
-        assert float(out[e]) == pytest.approx(float((w * out[kids]).sum()), abs=1e-6)
-    assert torch.allclose(out[3:], leaf)
-
-
-def test_tree_backup_is_the_mean_when_log_probs_are_equal():
-    """Leaves with mean 0 give the root mean 0."""
-    grown = grow(plan.tree(GRID, start=0, depth=2, children=3, eta=0.7), [0])
-    grown = replace(grown, log_prob=torch.zeros_like(grown.log_prob))
-    leaf = torch.randn(9)
-    leaf = leaf - leaf.mean()
-    out = credit.tree_backup(grown, leaf)
-    assert torch.allclose(out[:3], leaf.view(3, 3).mean(1), atol=1e-6) and float(
-        out[:3].mean()
-    ) == pytest.approx(0, abs=1e-6)
-    assert torch.allclose(out, credit.spread(grown, leaf), atol=1e-6)
+def test_dancegrpos_best_of_24_keeps_the_four_highest_and_the_four_lowest():
+    adv = credit.group_relative(torch.randn(24), torch.zeros(24))
+    kept, order = credit.best_worst(adv, torch.zeros(24), 8), adv.argsort()
+    assert bool(kept[order[:4]].all()) and bool(kept[order[-4:]].all()) and int(kept.sum()) == 8

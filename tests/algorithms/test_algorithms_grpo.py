@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pydantic
 import pytest
 import torch
 from toy import (
@@ -52,19 +51,15 @@ def test_at_the_behaviour_policy_the_ratio_is_one_and_the_loss_minus_the_mean_ad
     ).abs().max() < 2e-6  # not the rollout's batch: rounding only
     exact = Columns({**rows.data, "log_prob": scores["log_prob"].detach()})
     out = algorithm.loss(scores, exact)
-    assert (
-        float(out.metrics["policy/clip_fraction"]) == 0
-        and float(out.metrics["policy/log_ratio"]) == 0
-    )
+    assert float(out.metrics["policy/clip_fraction"]) == 0
+    assert float(out.metrics["policy/log_ratio"]) == 0
     assert out.loss.item() == pytest.approx(-float(rows.adv.sum()), abs=1e-4)
     out.loss.backward()
     got = gradient(policy.net)
     policy.zero_grad()
     (-(rows.adv * algorithm.score(policy, rollout, rows)["log_prob"]).sum()).backward()
-    assert (
-        torch.allclose(got, gradient(policy.net), rtol=1e-4, atol=1e-5)
-        and float(got.abs().max()) > 1e-3
-    )
+    assert torch.allclose(got, gradient(policy.net), rtol=1e-4, atol=1e-5)
+    assert float(got.abs().max()) > 1e-3
 
 
 def test_a_group_of_advantages_sums_to_zero_and_so_does_the_loss():
@@ -160,10 +155,8 @@ def test_exact_kl_is_the_closed_form_of_every_sde(name, eta, form):
             .detach()
         )
     expected = form(rows.sigma, rows.sigma_next) * square
-    assert (
-        torch.allclose(2 * kl.double(), expected, rtol=1e-3, atol=1e-9)
-        and float(expected.max()) > 1e-2
-    )
+    assert torch.allclose(2 * kl.double(), expected, rtol=1e-3, atol=1e-9)
+    assert float(expected.max()) > 1e-2
     assert kl.requires_grad and torch.unique(rows.sigma).numel() == 7
 
 
@@ -327,10 +320,8 @@ def test_plans_follow_the_config():
     assert torch.nonzero(planned(30, **mix).trained).flatten().tolist() == [1, 2, 3, 4]
     assert int(planned().trained.sum()) == 24 and planned(sde="cps").sde == "cps"
     assert planned(sampler=SimpleNamespace(eta=0.3, init_noise="batch")).init == "batch"
-    assert (
-        planned(**mix, tail=0.4).edges == 4 + 9
-        and planned(**mix, tail=0.4, tail_count="code").edges == 4 + 7
-    )
+    assert planned(**mix, tail=0.4).edges == 4 + 9
+    assert planned(**mix, tail=0.4, tail_count="code").edges == 4 + 7
 
 
 def test_a_plan_without_sde_steps_is_refused():
@@ -347,26 +338,12 @@ def test_a_plan_without_sde_steps_is_refused():
         make().check(plan.ode(sigmas.linear(8)))
 
 
-def test_unknown_options_are_refused():
-    for bad in (
-        {"clip_range": 1e-4},
-        {"kl": "k3"},
-        {"clip": (0.1, -0.1)},
-        {"window": {"length": 3}},
-        {"timestep_fraction": 1.5},
-    ):
-        with pytest.raises(pydantic.ValidationError):
-            ALGORITHM.Config(**bad)
-    assert all(field.description for field in ALGORITHM.Config.model_fields.values())
-
-
 def test_reward_independent_of_the_sample_gives_no_gradient():
     algorithm = make()
     rollout = roll_out(ToyPolicy(), algorithm)
     advantages = advantages_of(algorithm, rollout, rewards_of(torch.full((24,), 3.0)))
-    assert bool((advantages.leaf == 0).all()) and torch.equal(
-        advantages.transition, credit.spread(rollout, advantages.leaf)
-    )
+    assert bool((advantages.leaf == 0).all())
+    assert torch.equal(advantages.transition, credit.spread(rollout, advantages.leaf))
 
 
 # --- the files of configs/algorithm: name -> (media of one copy, edges of it that are trained, what

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pydantic
 import pytest
 import torch
 from toy import (
@@ -13,7 +12,6 @@ from toy import (
     backward,
     gradient,
     in_fp64,
-    learn,
     noised,
     prepared,
     rewards_of,
@@ -59,10 +57,8 @@ def test_at_the_old_policy_the_gradient_is_advantage_times_that_of_the_weighted_
     (
         rows.adv * x0_error(x - s * policy.velocity(x, rows.sigma, None, rows.prompt), x0)
     ).sum().backward()
-    assert (
-        torch.allclose(got, gradient(policy.net), rtol=1e-3, atol=2e-3 * float(got.abs().max()))
-        and float(got.abs().max()) > 0.1
-    )
+    assert torch.allclose(got, gradient(policy.net), rtol=1e-3, atol=2e-3 * float(got.abs().max()))
+    assert float(got.abs().max()) > 0.1
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
@@ -244,9 +240,8 @@ def test_draws_are_functions_of_seed_iteration_and_sample():
     _, rollout, advantages, rows = prepared(algorithm)
     again = algorithm.columns(rollout, advantages, seed=0, iteration=0)
     other = algorithm.columns(rollout, advantages, seed=0, iteration=1)
-    assert torch.equal(again.noise_key, rows.noise_key) and not torch.equal(
-        other.noise_key, rows.noise_key
-    )
+    assert torch.equal(again.noise_key, rows.noise_key)
+    assert not torch.equal(other.noise_key, rows.noise_key)
     order = torch.arange(len(rollout.leaf)).flip(0)
     fields = {
         name: getattr(rollout, name)[order]
@@ -295,7 +290,8 @@ def test_the_rollout_is_the_old_policys_ode_without_guidance():
     algorithm = make()
     planned = algorithm.plan(sigmas.linear(6), sampler=SAMPLER, iteration=0, seed=0)
     assert planned.solver == "dpm2" and not bool(planned.trained.any())
-    assert (algorithm.rollout_view, algorithm.guidance) == ("old", "none") and algorithm.needs == {
+    assert (algorithm.rollout_view, algorithm.guidance) == ("old", "none")
+    assert algorithm.needs == {
         "leaves",
         "old",
         "reference",
@@ -322,34 +318,3 @@ def test_one_forward_serves_trained_and_old_policy_while_they_are_equal():
     policy.same = lambda a, b: False
     two, expected = backward(algorithm, policy, rollout, rows)
     assert torch.equal(one, two) and torch.equal(gradient, expected)
-
-
-def test_kl_is_the_mean_square_of_velocities_to_the_reference():
-    algorithm = make(kl_weight=0.5)
-    policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.3))
-    scores = algorithm.score(policy, rollout, rows)
-    _, x, _, _ = noised(rollout, rows)
-    with policy.view("reference"):
-        base = policy.velocity(x, rows.sigma, None, rows.prompt)
-    assert torch.allclose(
-        scores["kl"],
-        (policy.velocity(x, rows.sigma, None, rows.prompt) - base).square().mean(1),
-        atol=1e-6,
-    )
-    without = algorithm.loss({**scores, "kl": 0 * scores["kl"]}, rows).loss
-    assert (algorithm.loss(scores, rows).loss - without).item() == pytest.approx(
-        0.5 * scores["kl"].sum().item(), rel=1e-3
-    )
-
-
-def test_unknown_options_are_refused():
-    for bad in ({"beta": 0}, {"adv_mode": "some"}, {"decay": 3}, {"kl": 1e-4}, {"steps": 0}):
-        with pytest.raises(pydantic.ValidationError):
-            ALGORITHM.Config(**bad)
-    assert all(field.description for field in ALGORITHM.Config.model_fields.values())
-
-
-@pytest.mark.parametrize("options", [{"decay": 0}, {"beta": 0.5, "steps": 3}])
-def test_a_toy_flow_learns(options):
-    history = learn(make(**options))
-    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2

@@ -1,6 +1,5 @@
 """What a policy is held to: the untrained model, a moving average, or itself some time ago."""
 
-import pydantic
 import pytest
 import torch
 from toy import ToyPolicy, advantages_of, backward, learn, prepared, roll_out, to_the_right
@@ -114,10 +113,8 @@ def test_follow_says_how_the_anchor_moves_after_each_iteration(name):
 
 
 def test_without_a_weight_there_is_nothing_to_follow():
-    assert (
-        make(reference="ema").follow(1, 0) == {}
-        and make(reference="reset", reference_every=1).follow(1, 0) == {}
-    )
+    assert make(reference="ema").follow(1, 0) == {}
+    assert make(reference="reset", reference_every=1).follow(1, 0) == {}
     assert make("prdp", reference="ema").follow(1, 0) == {"anchor": 0.99}
 
 
@@ -157,9 +154,8 @@ def test_a_reset_starts_the_kl_anew():
         for view, decay in algorithm.follow(i + 1, i).items():
             policy.update(view, decay)
     assert seen[0] == 0 and seen[1] > 1e-3 and seen[2] == 0
-    assert not policy.same("anchor", "default") and policy.anchor[2].bias.tolist() == pytest.approx(
-        [0.2, 0.2]
-    )
+    assert not policy.same("anchor", "default")
+    assert policy.anchor[2].bias.tolist() == pytest.approx([0.2, 0.2])
 
 
 def test_a_strong_anchor_holds_and_a_following_one_lets_go():
@@ -180,12 +176,3 @@ def test_kl_and_policy_terms_add_up_per_row():
     alone, _ = backward(make(), policy, rollout, rows)
     kl = algorithm.score(policy, rollout, rows)["kl"].detach()
     assert float(both - alone) == pytest.approx(0.3 * float(kl.sum()), rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"reference": "old"}, {"reference_decay": -0.1}, {"reference_every": 0}, {"kl_weight": -1.0}],
-)
-def test_unknown_references_are_refused(options):
-    with pytest.raises(pydantic.ValidationError, match=next(iter(options))):
-        grpo.ALGORITHM.Config(**options)

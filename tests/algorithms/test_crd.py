@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
-from toy import Fixed, ToyPolicy, in_fp64, learn, noised, prepared, slope
+from toy import Fixed, ToyPolicy, in_fp64, noised, prepared, slope
 
 from flowrl.algorithms.crd import ALGORITHM
 from flowrl.types import Columns
@@ -106,9 +106,8 @@ def test_adding_a_constant_to_rewards_or_implicit_rewards_changes_nothing(option
     )
     loss, grad = scored(algorithm, rho, implicit)
     for other in (scored(algorithm, rho + 0.4, implicit), scored(algorithm, rho, implicit + 3.0)):
-        assert other[0] == pytest.approx(loss, rel=1e-5) and other[1]["implicit"] == pytest.approx(
-            grad["implicit"], rel=1e-4
-        )
+        assert other[0] == pytest.approx(loss, rel=1e-5)
+        assert other[1]["implicit"] == pytest.approx(grad["implicit"], rel=1e-4)
     assert scored(algorithm, rho * 0.9, implicit)[0] != pytest.approx(loss, rel=1e-3)
 
 
@@ -211,12 +210,6 @@ def test_binary_cross_entropy_agrees_with_torchs_of_probabilities():
         * 5
     )
     assert scored(make(form="bce"), rho, implicit)[0] == pytest.approx(float(expected))
-
-
-@pytest.mark.parametrize("options", [{"kl_weight": 0.1}, {"temperature": 0.2, "beta": 0.3}])
-def test_a_toy_flow_learns(options):
-    history = learn(make(**options), iterations=25)
-    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.0
 
 
 def test_at_equal_weights_the_old_policys_forward_is_saved():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from torch.nn import functional as F
-from toy import GRID, SAMPLER, Fixed, ToyPolicy, in_fp64, learn, noised, prepared, slope
+from toy import GRID, SAMPLER, Fixed, ToyPolicy, in_fp64, noised, prepared, slope
 
 from flowrl.algorithms.dgpo import ALGORITHM
 from flowrl.samplers import sigmas
@@ -84,10 +84,8 @@ def test_flipping_all_advantages_turns_the_weight_into_one_minus_it():
             {**scores, "error": v}, Columns({**rows.data, "adv": sign * rows.adv})
         ).loss
         doubts.append(torch.autograd.grad(loss, v)[0] / (sign * rows.adv))
-    assert (
-        torch.allclose(doubts[0], 1 - doubts[1], atol=1e-5)
-        and float((doubts[0] - 0.5).abs().max()) > 0.1
-    )
+    assert torch.allclose(doubts[0], 1 - doubts[1], atol=1e-5)
+    assert float((doubts[0] - 0.5).abs().max()) > 0.1
 
 
 def test_a_solved_group_weighs_nothing_and_a_wrong_one_all():
@@ -177,9 +175,8 @@ def test_the_clip_reads_the_old_policys_error_at_the_same_noise():
     for name, view in (("error", "default"), ("error_ref", "reference"), ("error_old", "old")):
         with policy.view(view):
             expected = (policy.velocity(x, rows.sigma, None, rows.prompt) - u).square().mean(1)
-        assert torch.allclose(scores[name], expected, atol=1e-6) and scores[name].requires_grad == (
-            name == "error"
-        )
+        assert torch.allclose(scores[name], expected, atol=1e-6)
+        assert scores[name].requires_grad == (name == "error")
 
 
 def test_the_references_guidance_is_its_own():
@@ -200,16 +197,6 @@ def test_the_old_policy_follows_slowly():
     assert [make(clip=1e-3).follow(n, 0)["old"] for n in (0, 1, 300, 1000)] == pytest.approx(
         [0, 0.001, 0.3, 0.3]
     )
-    assert make().follow(9, 0) == {} and make(old_slope=0.01, old_decay=0.5, clip=1.0).follow(
-        20, 0
-    ) == {"old": 0.2}
+    assert make().follow(9, 0) == {}
+    assert make(old_slope=0.01, old_decay=0.5, clip=1.0).follow(20, 0) == {"old": 0.2}
     assert make().most_rows(make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0), 8) == 8 * 4
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"beta": 1.0, "clip": 1e-3}, {"beta": 10.0, "levels": "stratified", "share": "group"}],
-)
-def test_a_toy_flow_learns(options):
-    history = learn(make(**options), iterations=25)
-    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.0

@@ -1,6 +1,5 @@
 """What methods on the forward process share: noise levels, random draws, rows, references."""
 
-import pydantic
 import pytest
 import torch
 from toy import (
@@ -9,7 +8,6 @@ from toy import (
     Fixed,
     ToyPolicy,
     advantages_of,
-    learn,
     noised,
     prepared,
     replace,
@@ -59,9 +57,8 @@ def everyone(rollout):
 def test_levels_of_the_schedule_are_drawn_without_replacement_from_its_first_and_last_allowed():
     """8 steps, first=2, range=.75: levels 2..5, each missing equally often when 3 are drawn."""
     sigma, number = drawn(make(first=2, range=0.75, steps=3), torch.arange(400))
-    assert torch.equal(sigma, GRID[2:6][number]) and all(
-        len(set(row)) == 3 for row in number.tolist()
-    )
+    assert torch.equal(sigma, GRID[2:6][number])
+    assert all(len(set(row)) == 3 for row in number.tolist())
     missing = [({0, 1, 2, 3} - set(row)).pop() for row in number.tolist()]
     assert all(abs(missing.count(i) - 100) < 35 for i in range(4))
 
@@ -100,10 +97,8 @@ def test_logit_normal_levels_are_stratified_by_quantiles():
         sigma, number = drawn(make(levels="logit_normal", steps=6, shift=kappa), torch.arange(300))
         quantile = NORMAL.cdf(torch.logit(sigma) - torch.tensor(kappa).log())
         inside = sigma > 0.0101
-        assert (
-            torch.equal((quantile * 6).floor().long()[inside], number[inside])
-            and float(inside.double().mean()) > 0.99
-        )
+        assert torch.equal((quantile * 6).floor().long()[inside], number[inside])
+        assert float(inside.double().mean()) > 0.99
         assert abs(float(quantile.mean()) - 0.5) < 0.01
 
 
@@ -113,9 +108,8 @@ def test_a_shift_of_three_moves_levels_towards_noise():
     z = NORMAL.icdf((torch.arange(100000, dtype=torch.float64) + 0.5) / 100000)
     exact = float(torch.sigmoid(z + torch.tensor(3.0).log()).mean())
     sigma, _ = drawn(make(levels="logit_normal", steps=6, shift=3.0), torch.arange(2000))
-    assert float(sigma.mean()) == pytest.approx(exact, abs=3e-3) and exact == pytest.approx(
-        0.71, abs=0.01
-    )
+    assert float(sigma.mean()) == pytest.approx(exact, abs=3e-3)
+    assert exact == pytest.approx(0.71, abs=0.01)
 
 
 def test_uniform_levels_are_stratified_and_stay_off_the_data():
@@ -166,27 +160,6 @@ def test_settings_that_leave_no_level_are_refused():
     make(first=3, range=0.5, steps=1).check(plan)
 
 
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [
-        ("awm", {"levels": "log"}),
-        ("awm", {"power": 0}),
-        ("nft", {"range": 0}),
-        ("nft", {"first": -1}),
-        ("dgpo", {"share": "sample"}),
-        ("dpo", {"share": "sample"}),
-        ("crd", {"form": "mae"}),
-        ("raft", {"select": "worst"}),
-        ("raft", {"top": 0}),
-        ("dgpo", {"clip": 0}),
-    ],
-)
-def test_unknown_options_are_refused(name, bad):
-    with pytest.raises(pydantic.ValidationError):
-        METHODS[name].Config(**bad)
-    assert all(field.description for field in METHODS[name].Config.model_fields.values())
-
-
 # ---------------------------------------------------------------------------
 # rows and their names
 
@@ -198,9 +171,8 @@ def test_levels_are_shared_as_told_and_noise_is_each_samples_own(levels, share):
     rollout = roll_out(ToyPolicy(), algorithm)
     rows = algorithm.columns(rollout, everyone(rollout), seed=0, iteration=0)
     level = rows.sigma.view(3, 8, 3)  # prompts, copies, draws
-    assert bool((level == level[:, :1]).all()) == (share != "sample") and bool(
-        (level == level[:1, :1]).all()
-    ) == (share == "all")
+    assert bool((level == level[:, :1]).all()) == (share != "sample")
+    assert bool((level == level[:1, :1]).all()) == (share == "all")
     assert torch.unique(rows.noise_key).numel() == len(rows) == 72
 
 
@@ -220,7 +192,8 @@ def test_a_unit_is_a_group_at_one_draw_and_knows_how_many_members_the_group_has(
     rollout = roll_out(ToyPolicy(), algorithm, copies=4)
     leaf = torch.tensor([1.0, -1, 0, 0, 2, -1, -1, 0, 0, 0, 0, 0])
     rows = algorithm.columns(rollout, Advantages(leaf=leaf), seed=0, iteration=0)
-    assert rows.prompt.tolist() == [0] * 4 + [1] * 6 and rows.adv.tolist() == [
+    assert rows.prompt.tolist() == [0] * 4 + [1] * 6
+    assert rows.adv.tolist() == [
         1,
         1,
         -1,
@@ -233,9 +206,8 @@ def test_a_unit_is_a_group_at_one_draw_and_knows_how_many_members_the_group_has(
         -1,
     ]
     assert rows.unit.tolist() == [0, 1] * 2 + [2, 3] * 3 and rows.members.tolist() == [4] * 10
-    assert all(torch.unique(rows.sigma[rows.unit == u]).numel() == 1 for u in range(4)) and bool(
-        (rows.weight == 1).all()
-    )
+    assert all(torch.unique(rows.sigma[rows.unit == u]).numel() == 1 for u in range(4))
+    assert bool((rows.weight == 1).all())
     assert torch.equal(
         rollout.states[rows.state], rollout.leaves[leaf != 0].repeat_interleave(2, 0)
     )
@@ -342,11 +314,9 @@ def test_nothing_of_a_failed_sample_is_trained(name):
     total = torch.arange(24.0)
     total[[3, 20]] = torch.nan
     _, rollout, _, rows = prepared(algorithm, reward=total)
-    assert (
-        len(rows)
-        and not torch.isin(rollout.leaf[[3, 20]], rows.state).any()
-        and not rows.adv.isnan().any()
-    )
+    assert len(rows)
+    assert not torch.isin(rollout.leaf[[3, 20]], rows.state).any()
+    assert not rows.adv.isnan().any()
 
 
 @pytest.mark.parametrize("name", [*METHODS, "rwr"])
@@ -407,10 +377,8 @@ def test_kl_is_the_mean_square_distance_of_velocities_to_what_the_policy_is_held
     moving = reference == "ema" and name != "dgpo"
     with policy.view("anchor" if moving else "reference"):
         held = policy.velocity(x, rows.sigma, None, rows.prompt)
-    assert (
-        torch.allclose(scores["kl"], (v - held).square().mean(1), atol=1e-6)
-        and scores["kl"].requires_grad
-    )
+    assert torch.allclose(scores["kl"], (v - held).square().mean(1), atol=1e-6)
+    assert scores["kl"].requires_grad
     without = algorithm.loss({**scores, "kl": 0 * scores["kl"]}, rows).loss
     rho = (rows.adv / 10 + 0.5) if name == "crd" else 1.0  # CRD holds better samples more
     floor = 1e-4 if name == "crd" else 0.0
@@ -434,7 +402,8 @@ def test_other_views_have_no_gradient_and_equal_weights_share_a_forward():
         return torch.unique((out / v.detach()).round()).tolist(), policy.guidances
 
     assert other("old") == ([1], []) and other("old", same=False) == ([2], [("old", "none")])
-    assert other("anchor", 4.5) == ([2], [("anchor", 4.5)]) and other("reference") == (
+    assert other("anchor", 4.5) == ([2], [("anchor", 4.5)])
+    assert other("reference") == (
         [3],
         [("reference", "none")],
     )
@@ -453,9 +422,8 @@ def test_the_reference_is_frozen_averaged_or_reset():
         {"leaves", "anchor"},
         {"leaves", "anchor"},
     )
-    assert [frozen.follow(i + 1, i) for i in range(3)] == [{}] * 3 and [
-        ema.follow(i + 1, i) for i in range(3)
-    ] == [{"anchor": 0.9}] * 3
+    assert [frozen.follow(i + 1, i) for i in range(3)] == [{}] * 3
+    assert [ema.follow(i + 1, i) for i in range(3)] == [{"anchor": 0.9}] * 3
     assert [reset.follow(i + 1, i) for i in range(6)] == [{}, {}, {"anchor": 0.0}] * 2
 
 
@@ -480,19 +448,7 @@ def test_the_reference_is_frozen_averaged_or_reset():
 )
 def test_needs_name_the_weights_that_the_loss_reads_and_who_samples(name, options, needs, rollout):
     algorithm = make(METHODS[name], **options)
-    assert (
-        algorithm.needs == {"leaves"} | needs
-        and (algorithm.rollout_view, algorithm.guidance) == rollout
-    )
+    assert algorithm.needs == {"leaves"} | needs
+    assert (algorithm.rollout_view, algorithm.guidance) == rollout
     assert algorithm.plan(GRID, sampler=SAMPLER, iteration=0, seed=0).solver == "dpm2"
     assert not set(algorithm.follow(1, 0)) - needs
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("nft", {"decay": 0}), ("dgpo", {"beta": 10.0, "clip": 0.1})]
-)
-def test_a_toy_flow_learns_with_a_moving_anchor(name, options):
-    history = learn(
-        make(METHODS[name], **options, reference="ema", kl_weight=1e-3, steps=3), iterations=25
-    )
-    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.3

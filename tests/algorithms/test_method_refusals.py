@@ -80,22 +80,18 @@ def test_forward_methods_train_on_a_folder_and_on_a_group_with_a_reference(tmp_p
         tmp_path / "offline", algorithm, data__offline=pictures(tmp_path / "folder"), **steps
     )
     (it,) = list(made)
-    assert (
-        it.metrics.get("nfe/rollout", 0) == 0
-        and it.metrics["policy/rows"] > 0
-        and it.metrics["optimizer/step"] == 1
-    )
+    assert it.metrics.get("nfe/rollout", 0) == 0
+    assert it.metrics["policy/rows"] > 0
+    assert it.metrics["optimizer/step"] == 1
     assert it.metrics["reward/total"] == 0.5 and len(it.rollout.leaf) == 4
     made = small.trainer(
         tmp_path / "reference", algorithm, data__train=with_reference(tmp_path / "data"), **steps
     )
     (it,) = list(made)
     of = draw.draw(made.source, 0, made.parts.setup.plan).batch.text.index(PROMPTS[0])
-    assert (
-        torch.bincount(it.rollout.group)[of] == 3
-        and len(it.rollout.leaf) == 5
-        and it.metrics["policy/rows"] > 0
-    )
+    assert torch.bincount(it.rollout.group)[of] == 3
+    assert len(it.rollout.leaf) == 5
+    assert it.metrics["policy/rows"] > 0
 
 
 @pytest.mark.parametrize("init", ["group", "batch"])

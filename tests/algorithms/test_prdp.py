@@ -1,12 +1,10 @@
 """PRDP: differences of log-likelihood ratios regress differences of rewards."""
 
-import pydantic
 import pytest
 import torch
-from toy import ToyPolicy, backward, gradient, learn, prepared, rewards_of
+from toy import ToyPolicy, backward, gradient, prepared, rewards_of
 
 from flowrl.algorithms.prdp import ALGORITHM, pair_terms
-from flowrl.training import gradient as objective
 from flowrl.types import Columns
 
 NAN, DIMS = float("nan"), 4
@@ -100,9 +98,8 @@ def test_sum_over_pairs_is_the_variance():
     assert float(term.sum() * 6 / 2) == pytest.approx(
         float(7 * (d - d.mean()).square().sum()), rel=1e-12
     )
-    assert float(term.mean()) == pytest.approx(
-        sum(all_pairs(d.tolist())) / 21, rel=1e-12
-    ) and not bool(held.any())
+    assert float(term.mean()) == pytest.approx(sum(all_pairs(d.tolist())) / 21, rel=1e-12)
+    assert not bool(held.any())
 
 
 def test_pairs_stay_within_their_group_and_a_single_sample_has_none():
@@ -177,9 +174,8 @@ def test_a_step_beyond_the_clip_gets_no_gradient_where_the_clipped_loss_is_large
     gap = DIMS * (0.1 + 0.05) - 10
     assert loss == pytest.approx(gap**2, rel=1e-5)
     assert grad[1, 0] == 0 and float(grad[1, 1]) == pytest.approx(4 * DIMS * 2 * gap, rel=1e-5)
-    assert (
-        float(out.metrics["policy/clip_fraction"]) == 1 and float(out.metrics["policy/held"]) == 4
-    )
+    assert float(out.metrics["policy/clip_fraction"]) == 1
+    assert float(out.metrics["policy/held"]) == 4
 
 
 def test_a_step_beyond_the_clip_on_the_wrong_side_is_pulled_back():
@@ -190,10 +186,8 @@ def test_a_step_beyond_the_clip_on_the_wrong_side_is_pulled_back():
     loss, grad, out = evaluate(make(beta=1.0, clip=0.1), batch_of([0.0, 10.0], ref), new, ref)
     gap = DIMS * (-0.5 + 0.05) - 10
     assert loss == pytest.approx(gap**2, rel=1e-5)
-    assert (
-        grad[1].tolist() == pytest.approx([4 * DIMS * 2 * gap] * 2, rel=1e-5)
-        and float(out.metrics["policy/held"]) == 0
-    )
+    assert grad[1].tolist() == pytest.approx([4 * DIMS * 2 * gap] * 2, rel=1e-5)
+    assert float(out.metrics["policy/held"]) == 0
 
 
 def test_the_clip_is_around_the_old_policy_and_not_the_reference():
@@ -230,35 +224,13 @@ def test_the_first_gradient_is_that_of_reinforce_with_a_baseline():
     (
         -4 / (2.0 * 7) * (rows.adv * 2 * algorithm.score(policy, rollout, rows)["log_prob"]).sum()
     ).backward()
-    assert (
-        torch.allclose(got / len(rows), gradient(policy.net) / 3, rtol=1e-3, atol=1e-4)
-        and float(got.abs().max()) > 10
-    )
-
-
-@pytest.mark.parametrize("micro", [3, 20])
-def test_micro_batches_smaller_than_a_group_give_its_gradient(micro):
-    """A group has 56 rows; relative to the largest entry."""
-    algorithm = make(beta=2.0, clip=0.02)
-    policy, rollout, _, rows = prepared_off(algorithm)
-    _, whole = backward(algorithm, policy, rollout, rows)
-    policy.zero_grad()
-    metrics = objective.accumulate(
-        algorithm,
-        policy,
-        rollout,
-        rows,
-        micro=micro,
-        total_weight=1.0,
-        backward=torch.Tensor.backward,
-    )
-    largest = float(whole.abs().max())
-    assert float((gradient(policy.net) - whole).abs().max()) <= 1e-6 * largest and largest > 1
-    assert 0 < float(metrics["policy/held"]) < len(rows) and algorithm.couples == "group"
+    assert torch.allclose(got / len(rows), gradient(policy.net) / 3, rtol=1e-3, atol=1e-4)
+    assert float(got.abs().max()) > 10
 
 
 def test_the_reference_is_part_of_the_method_and_a_kl_can_be_added():
-    assert make().needs == {"log_prob", "reference"} and make(reference="ema").needs == {
+    assert make().needs == {"log_prob", "reference"}
+    assert make(reference="ema").needs == {
         "log_prob",
         "anchor",
     }
@@ -266,10 +238,8 @@ def test_the_reference_is_part_of_the_method_and_a_kl_can_be_added():
     assert set(make().score(policy, rollout, rows)) == {"log_prob", "log_prob_ref"}
     scores = make(kl_weight=0.5).score(policy, rollout, rows)
     gap = make(kl_weight=0.5).loss(scores, rows).loss - make().loss(scores, rows).loss
-    assert (
-        float(gap.detach()) == pytest.approx(0.5 * float(scores["kl"].detach().sum()), rel=1e-3)
-        and not scores["log_prob_ref"].requires_grad
-    )
+    assert float(gap.detach()) == pytest.approx(0.5 * float(scores["kl"].detach().sum()), rel=1e-3)
+    assert not scores["log_prob_ref"].requires_grad
 
 
 def test_a_sample_at_the_mean_is_compared_and_an_invalid_one_is_not():
@@ -292,24 +262,3 @@ def test_reward_differences_are_not_clipped_by_the_configuration():
     algorithm = ALGORITHM(ALGORITHM.Config(**{k: v for k, v in options.items() if k != "name"}))
     leaf = algorithm.leaf_advantages(rewards_of([0.0, 80.0, 10.0, 30.0]), torch.zeros(4))
     assert leaf.tolist() == [-30, 50, -20, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": "tree"}, "prdp compares whole samples; algorithm.plan=tree"),
-        ({"credit": "td"}, "with credit=td does not fit"),
-        ({"keep": 4}, "prdp compares all samples of a group; algorithm.keep=4"),
-        ({"timestep_fraction": 0.5}, "leaves out terms of the sum"),
-        ({"sde": "cps"}, "has no density"),
-        ({"beta": 0.0}, "greater than 0"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options, message):
-    with pytest.raises(pydantic.ValidationError, match=message):
-        ALGORITHM.Config(**options)
-
-
-def test_a_toy_flow_learns():
-    history = learn(make(beta=0.3, clip=0.2), iterations=25, copies=8)
-    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.4

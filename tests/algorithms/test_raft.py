@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from toy import GRID, SAMPLER, ToyPolicy, backward, learn, noised, prepared
+from toy import GRID, SAMPLER, ToyPolicy, backward, noised, prepared
 
 from flowrl.algorithms.raft import ALGORITHM, LEAST
 from flowrl.config.build import make_algorithm
@@ -26,11 +26,9 @@ def test_the_best_of_each_group_is_trained_with_weight_one(draws):
     _, rollout, advantages, rows = prepared(make(steps=draws))
     best = [int(advantages.leaf[rollout.group == g].argmax()) + 8 * g for g in range(3)]
     assert samples(rollout, rows) == [i for i in best for _ in range(draws)]
-    assert (
-        bool((rows.weight == 1).all())
-        and float(rows.weight.sum()) == 3 * draws
-        and bool((rows.adv > 0).all())
-    )
+    assert bool((rows.weight == 1).all())
+    assert float(rows.weight.sum()) == 3 * draws
+    assert bool((rows.adv > 0).all())
 
 
 def test_the_first_of_equal_samples_is_taken_and_groups_without_a_difference_are_dropped():
@@ -60,9 +58,8 @@ def test_with_all_of_a_group_kept_it_is_self_distillation():
     _, x, _, u = noised(rollout, rows)
     loss = (policy.velocity(x, rows.sigma, None, rows.prompt) - u).square().mean(1).sum()
     loss.backward()
-    assert got[0].item() == pytest.approx(loss.item()) and torch.equal(
-        got[1], torch.cat([p.grad.flatten() for p in policy.net.parameters()])
-    )
+    assert got[0].item() == pytest.approx(loss.item())
+    assert torch.equal(got[1], torch.cat([p.grad.flatten() for p in policy.net.parameters()]))
 
 
 def test_a_single_sample_has_nothing_to_be_better_than():
@@ -128,19 +125,6 @@ def test_the_gradient_is_the_weighted_errors():
     ).sum().backward()
     expected = torch.cat([p.grad.flatten() for p in policy.net.parameters()])
     assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6) and expected.abs().max() > 0.1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"select": "softmax", "temperature": 0.5},
-        {"top": 4, "levels": "schedule", "kl_weight": 1e-3},
-    ],
-)
-def test_a_toy_flow_learns(options):
-    history = learn(make(**options), iterations=30)
-    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2
 
 
 def test_no_more_rows_are_announced_than_are_trained():

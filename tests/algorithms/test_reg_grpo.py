@@ -1,13 +1,11 @@
 """Reg-GRPO: the group's standardised log-ratios regress its advantages; by hand, by identity."""
 
-import pydantic
 import pytest
 import torch
-from toy import ToyPolicy, backward, gradient, learn, prepared, rewards_of
+from toy import ToyPolicy, backward, gradient, prepared, rewards_of
 
 from flowrl.algorithms.prdp import pair_terms
 from flowrl.algorithms.reg_grpo import ALGORITHM, standardised
-from flowrl.training import gradient as objective
 from flowrl.types import Columns
 
 NAN = float("nan")
@@ -127,38 +125,14 @@ def test_the_first_gradient_is_along_advantage_times_score():
     policy.zero_grad()
     (-2 / 0.01 * (rows.adv * algorithm.score(policy, rollout, rows)["log_prob"]).sum()).backward()
     expected = gradient(policy.net)
-    assert (
-        float((got - expected).abs().max()) < 1e-4 * float(expected.abs().max())
-        and float(expected.abs().max()) > 100
-    )
+    assert float((got - expected).abs().max()) < 1e-4 * float(expected.abs().max())
+    assert float(expected.abs().max()) > 100
 
 
 def off_policy(algorithm, **options):
     policy, rollout, advantages, rows = prepared(algorithm, ToyPolicy(0.1), **options)
     torch.nn.init.normal_(policy.net[2].bias, std=0.3)
     return policy, rollout, advantages, rows
-
-
-@pytest.mark.parametrize("scale", ["std", "fixed"])
-@pytest.mark.parametrize("micro", [3, 20])
-def test_micro_batches_smaller_than_a_group_give_its_gradient(micro, scale):
-    """A group has 56 rows; relative to the largest entry."""
-    algorithm = make(ratio_eps=0.05, scale=scale, kl_weight=0.1)
-    policy, rollout, _, rows = off_policy(algorithm)
-    _, whole = backward(algorithm, policy, rollout, rows)
-    policy.zero_grad()
-    metrics = objective.accumulate(
-        algorithm,
-        policy,
-        rollout,
-        rows,
-        micro=micro,
-        total_weight=1.0,
-        backward=torch.Tensor.backward,
-    )
-    largest = float(whole.abs().max())
-    assert float((gradient(policy.net) - whole).abs().max()) <= 1e-6 * largest and largest > 1
-    assert float(metrics["policy/kl"]) > 0 and algorithm.couples == "group"
 
 
 def test_groups_without_spread_contribute_nothing():
@@ -190,24 +164,3 @@ def test_kl_holds_the_scale_that_the_regression_leaves_free():
 
 def test_low_precision_errors_are_judged_by_the_ratio_that_counts_as_small():
     assert make(ratio_eps=3e-6).clip_size == 3e-6
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": "fan"}, "reg_grpo compares whole samples; algorithm.plan=fan"),
-        ({"credit": "backup"}, "with credit=backup does not fit"),
-        ({"keep": 4}, "reg_grpo compares all samples of a group; algorithm.keep=4"),
-        ({"ratio_eps": 0.0}, "greater than 0"),
-        ({"scale": "none"}, "'std' or 'fixed'"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options, message):
-    with pytest.raises(pydantic.ValidationError, match=message):
-        ALGORITHM.Config(**options)
-
-
-@pytest.mark.parametrize("scale", ["std", "fixed"])
-def test_a_toy_flow_learns(scale):
-    history = learn(make(ratio_eps=0.05, scale=scale, kl_weight=0.01), iterations=25, copies=8)
-    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.4

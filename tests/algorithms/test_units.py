@@ -11,9 +11,8 @@ def test_sums_and_softmax_are_within_units():
     total, count, place = base.sums(value, unit)
     assert (total.tolist(), count.tolist(), place.tolist()) == ([11, 4], [3, 2], [1, 0, 1, 0, 0])
     soft = forward.softmax(value, unit)
-    assert torch.allclose(soft[unit == 3], value[unit == 3].softmax(0)) and torch.allclose(
-        soft[unit == 7], value[unit == 7].softmax(0)
-    )
+    assert torch.allclose(soft[unit == 3], value[unit == 3].softmax(0))
+    assert torch.allclose(soft[unit == 7], value[unit == 7].softmax(0))
 
 
 def test_softmax_of_a_unit_far_below_another_is_still_one():
