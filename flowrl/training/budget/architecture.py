@@ -36,16 +36,12 @@ class Architecture:
 
     def config(self, part: str) -> dict[str, Any]:
         """A component's config, with what its class has as defaults."""
-        own = dict(self.parts[part])
+        own = self.parts[part]
         cls = class_of(str(own["_class_name"]))
-        if hasattr(cls, "config_class") and cls.config_class is not None:
+        if getattr(cls, "config_class", None) is not None:
             return cls.config_class(**_plain(own)).to_dict()
-        defaults = {
-            name: p.default
-            for name, p in inspect.signature(cls.__init__).parameters.items()
-            if p.default is not p.empty
-        }
-        return {**defaults, **own}
+        parameters = inspect.signature(cls.__init__).parameters.items()
+        return {name: p.default for name, p in parameters if p.default is not p.empty} | dict(own)
 
     def build(
         self, part: str, dtype: torch.dtype, device: torch.device | str = "meta"
@@ -55,7 +51,7 @@ class Architecture:
         own = _plain(self.parts[part])
         cls = class_of(str(self.parts[part]["_class_name"]))
         with quiet(), torch.device(device):
-            if hasattr(cls, "config_class") and cls.config_class is not None:
+            if getattr(cls, "config_class", None) is not None:
                 module = cls(cls.config_class(**own))
             else:
                 module = cls.from_config({**own, "_class_name": cls.__name__})

@@ -177,7 +177,6 @@ class Planner:
         )
         for _ in range(cfg.batch.updates):
             phases["optimizer"].take(replace(step, flops=0.0), self.device)
-        trained = self.policy.trainable.named()
         return Budget(
             model=cfg.model.source,
             pipeline=self.policy.architecture.pipeline,
@@ -189,7 +188,7 @@ class Planner:
             phases=phases,
             rows=whole.rows,
             first=whole.first,
-            reduced=self._reduced(cfg, [*trained.values()]),
+            reduced=self._reduced(cfg),
             parameters={"network": self.parameters, "trained": self._numbers},
             notes=_notes(cfg, self.device, self.scorers),
         )
@@ -224,14 +223,14 @@ class Planner:
         )
         return Extrapolated(first=dict(known.first), rows=dict(known.rows), phases=phases)
 
-    def _reduced(self, cfg: Config, trained: list[torch.nn.Parameter]) -> dict[str, float]:
+    def _reduced(self, cfg: Config) -> dict[str, float]:
         """What processes send each other in the updates of an iteration to sum their gradients.
         Those of split weights are summed in each backward (weight_costs.py)."""
         if self.gpus == 1 or (cfg.train.mode == "full" and cfg.train.shard):
             return {"gb": 0.0, "seconds": 0.0}
-        size, updates = 4 * sum(p.numel() for p in trained), cfg.batch.updates
-        seconds = self.device.all_reduce(size, self.gpus, len(buckets(trained)))
-        return {"gb": updates * size / GIB, "seconds": updates * seconds}
+        size, calls = 4 * self._numbers, len(buckets([*self.policy.trainable.named().values()]))
+        seconds = self.device.all_reduce(size, self.gpus, calls)
+        return {"gb": cfg.batch.updates * size / GIB, "seconds": cfg.batch.updates * seconds}
 
     def _moved(self, cfg: Config, phases: dict[str, Phase], weights: WeightCosts) -> None:
         """Add weights that leave the device to the phases in which they are there, and the seconds
@@ -252,20 +251,16 @@ class Planner:
                 phases[name].gb += self.rewards / GIB
             phases["reward"].spend("upload", self.rewards / self.device.upload)
 
-    def _own(self, cfg: Config) -> int:
-        """How many of the trained numbers a process has: copies, moments and gradients are split
-        as the weights are."""
-        shared = cfg.train.mode == "full" and cfg.train.shard
-        return self._numbers // self.gpus if shared else self._numbers
-
     def _gradients(self, cfg: Config) -> float:
-        """Bytes of the gradients of an update."""
-        return 4.0 * self._own(cfg)
+        """Bytes of the gradients of an update on a process, and of any other copy of what is
+        trained: copies are split as the weights are."""
+        shared = cfg.train.mode == "full" and cfg.train.shard
+        return 4.0 * (self._numbers // self.gpus if shared else self._numbers)
 
     def _fixed(self, cfg: Config, weights: WeightCosts) -> dict[str, float]:
         """GiB that stay, by what they are: weights, and what belongs to those that are trained."""
         low_moments, setup = cfg.optimizer.name == "adamw8bit", self._setup(cfg)
-        numbers, prompts = self._own(cfg), cfg.batch.prompts // self.gpus
+        copy, prompts = self._gradients(cfg), cfg.batch.prompts // self.gpus
         copies = {
             "trained": 1 if cfg.train.mode == "lora" else 0,
             "views": len(setup.algorithm.views) + keeps_reference(setup),
@@ -282,7 +277,7 @@ class Planner:
             "text encoders": 0.0 if leaving else encoders_size(self.policy),
             "vae": size_of(self.policy.vae),
             "rewards": self.features + (0.0 if cfg.model.offload == "all" else self.rewards),
-            **{name: 4.0 * count * numbers for name, count in copies.items()},
+            **{name: count * copy for name, count in copies.items()},
             "kept answers of encoders": filled,
         }
         return {name: size / GIB for name, size in found.items()}
