@@ -105,6 +105,29 @@ def test_micro_batches_smaller_than_a_unit_give_its_gradient(name, options, coup
     assert algorithm.couples == couples
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("nft", {"kl_weight": 0.0}),
+        ("awm", {"off_policy": True, "steps": 3}),
+        ("crd", {"kl_weight": 0.0, "steps": 3}),
+    ],
+)
+def test_one_forward_serves_trained_and_old_policy_while_they_are_equal(name, options):
+    """Skipping the old policy's forward changes no bit of loss and gradient."""
+    algorithm = make(name, **options)
+    policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.3))
+    policy.update("old", 0.0)
+    policy.rows = 0
+    one, saved = backward(algorithm, policy, rollout, rows)
+    assert policy.rows == len(rows)
+    policy.same = lambda a, b: False
+    two, expected = backward(algorithm, policy, rollout, rows)
+    assert policy.rows == 3 * len(rows)
+    assert torch.equal(one, two)
+    assert torch.equal(saved, expected)
+
+
 def summed(algorithm, policy, rollout, rows):
     """Metrics of all rows at once."""
     with torch.no_grad():

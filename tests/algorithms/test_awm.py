@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from toy import SAMPLER, Fixed, ToyPolicy, backward, in_fp64, noised, prepared, slope
+from toy import SAMPLER, Fixed, ToyPolicy, in_fp64, noised, prepared, slope
 
 from flowrl.algorithms.awm import ALGORITHM
 from flowrl.samplers import sigmas
@@ -198,16 +198,3 @@ def test_the_averaged_policy_holds_and_follows(off_policy):
         [0, 0.001, 0.075, 0.3, 0.3]
     )
     assert make().follow(5, 0) == {}
-
-
-def test_while_the_averaged_policy_equals_the_current_one_its_forward_is_saved():
-    algorithm = make(ema_weight=1.0, off_policy=True)
-    policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.3))
-    policy.rows = 0
-    one, gradient = backward(algorithm, policy, rollout, rows)
-    assert policy.rows == len(rows)
-    policy.same = lambda a, b: False
-    two, expected = backward(algorithm, policy, rollout, rows)
-    assert (
-        policy.rows == 3 * len(rows) and torch.equal(one, two) and torch.equal(gradient, expected)
-    )

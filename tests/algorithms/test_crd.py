@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
-from toy import Fixed, ToyPolicy, in_fp64, noised, prepared, slope
+from toy import Fixed, in_fp64, noised, prepared, slope
 
 from flowrl.algorithms.crd import ALGORITHM
 from flowrl.types import Columns
@@ -210,14 +210,3 @@ def test_binary_cross_entropy_agrees_with_torchs_of_probabilities():
         * 5
     )
     assert scored(make(form="bce"), rho, implicit)[0] == pytest.approx(float(expected))
-
-
-def test_at_equal_weights_the_old_policys_forward_is_saved():
-    algorithm = make()
-    policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.3))
-    policy.rows = 0
-    algorithm.score(policy, rollout, rows)
-    assert policy.rows == len(rows)
-    torch.nn.init.normal_(policy.net[2].bias)
-    algorithm.score(policy, rollout, rows)
-    assert policy.rows == 3 * len(rows)

@@ -157,7 +157,11 @@ def test_settings_that_leave_no_level_are_refused():
         make(range=0.5, steps=5).check(plan)
     with pytest.raises(ValueError, match="algorithm.steps=9 .* offers 8"):
         make(levels="stratified", steps=9).check(plan)
+    with pytest.raises(ValueError, match="algorithm.steps=8 .* offers 7"):  # of a whole schedule
+        make(steps=8).check(plan)
     make(first=3, range=0.5, steps=1).check(plan)
+    more = make().plan(sigmas.linear(9), sampler=SAMPLER, iteration=0, seed=0)
+    assert make(steps=8).most_rows(more, 5) == 5 * 8
 
 
 # ---------------------------------------------------------------------------

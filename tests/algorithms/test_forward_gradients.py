@@ -65,6 +65,7 @@ def coefficient(name, rows, gap, s, options):
 CASES = [
     ("nft", {}),
     ("nft", {"beta": 0.1}),
+    ("nft", {"beta": 2.0}),
     ("awm", {}),
     ("awm", {"ratio": "sample"}),
     ("awm", {"off_policy": True}),
