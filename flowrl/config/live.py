@@ -38,11 +38,11 @@ class Live:
     """What was handed over, ready for use; None: what the config names."""
 
     policy: Any = None  # a Policy or a diffusers pipeline
-    rewards: RewardSet | None = None
-    algorithm: Algorithm | None = None
-    prompts: Prompts | None = None
-    held_out: Prompts | None = None
-    features: Callable[[Tensor], Any] | None = None  # of media, for comparing samples
+    rewards: RewardSet | None = None  # with its networks, on the CPU
+    algorithm: Algorithm | None = None  # an instance, with its options
+    prompts: Prompts | None = None  # to train on, or in an evaluation the held-out ones
+    held_out: Prompts | None = None  # to evaluate on while a run trains
+    features: Callable[[Tensor], Any] | None = None  # media (n, ...) -> (n, d), to compare samples
 
 
 def with_live_objects(
@@ -65,7 +65,10 @@ def with_live_objects(
     if whole:
         tree, problems = cfg.model_dump(mode="json"), []
     else:  # without the file of the usual model, which has settings of its own
-        _check_alone(policy, cfg)
+        stated = cfg.get("model") if isinstance(cfg, Mapping) else None
+        stated = stated.get("source") if isinstance(stated, Mapping) else stated
+        if policy is not None and stated is not None:
+            _refuse_both(stated, policy)
         tree, problems = composed(cfg, ["~model"] if policy is not None else ())
     live: dict[str, Any] = {}
     if rewards is not None:
@@ -75,18 +78,25 @@ def with_live_objects(
     if prompts is not None:
         live |= place_prompts(tree, prompts)
     if policy is not None:
-        live["policy"] = place_policy(tree, policy)
+        place_policy(tree, policy)
+        live["policy"] = policy
     if features is not None:
-        live["features"] = place_features(tree, features)
+        if not callable(features) or isinstance(features, type):
+            raise ValueError(
+                f"features is a {type(features).__name__}; give a function of media (n, ...) that"
+                " returns (n, d), or a name as diversity.features"
+            )
+        tree.setdefault("diversity", {})["features"] = registry.live_name(features)
+        live["features"] = features
     if whole and not live:
         return cfg, Live()
     return validated(tree, problems), Live(**live)
 
 
 def held_out_of(*, policy: Any = None, rewards: Any = None, prompts: Any = None) -> Live:
-    """What is handed over to evaluate a run: prompts are the held-out ones."""
+    """What a script hands over to evaluate a run; its prompts are the held-out ones."""
     if policy is not None:
-        _check_policy(policy)
+        live_name_of(policy)  # refuses what cannot be a policy
     own = prompts.get("eval") if isinstance(prompts, Mapping) else prompts
     return Live(
         policy=policy,
@@ -96,16 +106,13 @@ def held_out_of(*, policy: Any = None, rewards: Any = None, prompts: Any = None)
 
 
 def prompts_of(given: Any, what: str) -> Prompts:
-    """A list of texts or records, or the name of a source."""
+    """Prompts of a list of texts or records, or of the source of this name."""
     return load_prompts(given) if isinstance(given, str) else records(given, what)
 
 
 def place_rewards(tree: dict[str, Any], given: Any) -> RewardSet:
-    """The section of rewards: those that are named keep their names and settings."""
-    if isinstance(given, RewardSet):
-        spec: Mapping[str, Any] = given.rewards
-    else:
-        spec = by_label(given)
+    """Write the section of rewards: those that are named keep their names and settings."""
+    spec: Mapping[str, Any] = given.rewards if isinstance(given, RewardSet) else by_label(given)
     chosen = load_set(given)
     section: dict[str, dict[str, Any]] = {}
     for label in chosen.rewards:
@@ -121,30 +128,25 @@ def place_rewards(tree: dict[str, Any], given: Any) -> RewardSet:
 
 
 def place_algorithm(tree: dict[str, Any], given: Any) -> Algorithm:
-    """The section of the algorithm. A class has the options of the config where that names the same
-    class, as when a run goes on; else its defaults."""
-    if isinstance(given, Algorithm):
-        made, name = given, _name_of(type(given))
-        checked(type(given), "algorithm")
-    else:
-        cls, name = checked(given, "algorithm"), _name_of(given)
+    """Write the section of the algorithm. A class has the options of the config where that names
+    the same class, as when a run is resumed; else its defaults."""
+    made = given if isinstance(given, Algorithm) else None
+    cls = checked(given if made is None else type(given), "algorithm")
+    package, _, module = cls.__module__.rpartition(".")
+    shipped = package == "flowrl.algorithms" and module in registry.shipped(package)
+    name = module if shipped else registry.live_name(cls)
+    if made is None:
         known = tree.get("algorithm") or {}
-        same = known.get("name") == name
-        own = {key: value for key, value in known.items() if same and key != "name"}
-        made = cls(cls.Config.model_validate(own))
+        options = known if known.get("name") == name else {}
+        options = {key: value for key, value in options.items() if key != "name"}
+        made = cls(cls.Config.model_validate(options))
     tree["algorithm"] = {"name": name, **made.config.model_dump(mode="json")}
     return made
 
 
-def _name_of(cls: type) -> str:
-    """A method of ours has a name."""
-    package, _, module = cls.__module__.rpartition(".")
-    shipped = package == "flowrl.algorithms" and module in registry.shipped(package)
-    return module if shipped else registry.live_name(cls)
-
-
 def place_prompts(tree: dict[str, Any], given: Any) -> dict[str, Prompts]:
-    """The section of the data: held-out prompts are those that are given with them, or none."""
+    """Write the section of the data: held-out prompts are those that are given with the prompts to
+    train on, or none."""
     data = tree.setdefault("data", {})
     if data.get("offline"):
         raise ValueError(
@@ -169,15 +171,15 @@ def place_prompts(tree: dict[str, Any], given: Any) -> dict[str, Prompts]:
     return out
 
 
-def place_policy(tree: dict[str, Any], given: Any) -> Any:
-    """The section of the model, and of what is trained where a Policy says it."""
-    name = _check_policy(given)
+def place_policy(tree: dict[str, Any], given: Any) -> None:
+    """Write the section of the model, and what is trained where a Policy says it."""
+    name = live_name_of(given)
     model, train = tree.setdefault("model", {}), tree.setdefault("train", {})
     usual, before = composed()[0]["model"], model.get("source")
     if before == usual["source"]:  # nobody chose it, nor its arguments
-        own = model.get("pipeline", {})
-        model["pipeline"] = {k: v for k, v in own.items() if usual["pipeline"].get(k) != v}
-        if dropped := sorted(own.keys() - model["pipeline"].keys()):
+        stated = model.get("pipeline", {})
+        model["pipeline"] = {k: v for k, v in stated.items() if usual["pipeline"].get(k) != v}
+        if dropped := sorted(stated.keys() - model["pipeline"].keys()):
             logger.info(
                 f"model.pipeline: {', '.join(dropped)} are those of the usual model;"
                 f" {registry.label_of(name)} is called with its own"
@@ -185,103 +187,77 @@ def place_policy(tree: dict[str, Any], given: Any) -> Any:
     elif before != ModelConfig.model_fields["source"].default and not registry.is_live(before):
         _refuse_both(before, given)
     model["source"] = name
-    if isinstance(given, Policy):
-        if model.get("pipeline") or model.get("hints"):
-            raise ValueError(
-                "model.pipeline and model.hints are read when a pipeline is loaded, and the policy"
-                " is loaded already; give them to flowrl.load_policy"
-            )
-        own = given.trainable
-        train["mode"] = "full" if own.lora is None else "lora"
-        if own.lora is not None:
-            train["lora"] = dict(own.options)
-    if dtype := _dtype(given):
-        model["dtype"] = dtype
-    _place_quantised(model, given)
-    return given
+    networks, quantized = _networks(given), model.get("quantize", "none")
+    kinds = {kind_of(network) for network in networks}
+    kind = next((kind for kind in BACKENDS if kind in kinds), "none")
+    if isinstance(given, Policy):  # which is used as it is
+        _check_loaded(model, kind)
+        train["mode"] = "full" if given.trainable.lora is None else "lora"
+        if given.trainable.lora is not None:
+            train["lora"] = dict(given.trainable.options)
+    if quantized == "none" and kind != "none":
+        model["quantize"] = kind
+    # a generator has no networks, and computes in fp32
+    dtype = computing_type(networks[0]) if networks else torch.float32
+    model |= {"dtype": DTYPES[dtype]} if dtype in DTYPES else {}
 
 
-def _place_quantised(model: dict[str, Any], given: Any) -> None:
-    """model.quantize of a policy or pipeline that is quantised already; ValueError where it says
-    something else of a Policy, which is used as it is."""
+def _networks(given: Any) -> list[nn.Module]:
+    """The networks of a policy or pipeline, the one that denoises first."""
     parts = given.networks if isinstance(given, Policy) else given.components
-    kinds = {kind_of(part) for part in parts.values() if isinstance(part, nn.Module)}
-    own = next((kind for kind in BACKENDS if kind in kinds), "none")
+    names = sorted(parts, key=lambda name: name not in ("transformer", "unet"))
+    return [parts[name] for name in names if isinstance(parts[name], nn.Module)]
+
+
+def _check_loaded(model: Mapping[str, Any], kind: str) -> None:
+    """ValueError for settings that only loading reads, where a Policy, quantised as `kind`, is
+    loaded already."""
+    if model.get("pipeline") or model.get("hints"):
+        raise ValueError(
+            "model.pipeline and model.hints are read when a pipeline is loaded, and the policy"
+            " is loaded already; give them to flowrl.load_policy"
+        )
     stated = model.get("quantize", "none")
-    if isinstance(given, Policy) and stated not in ("none", own):
+    if stated not in ("none", kind):
         raise ValueError(
             f"model.quantize={stated} is read when a pipeline is loaded, and the policy is loaded"
-            f" already (quantize={own}); give it to flowrl.load_policy"
+            f" already (quantize={kind}); give it to flowrl.load_policy"
         )
-    if own != "none" and stated == "none":
-        model["quantize"] = own
-
-
-def place_features(tree: dict[str, Any], given: Any) -> Callable[[Tensor], Any]:
-    """The section diversity, of features that a function makes."""
-    if not callable(given) or isinstance(given, type):
-        raise ValueError(
-            f"features is a {type(given).__name__}; give a function of media (n, ...) that returns"
-            " (n, d), or a name as diversity.features"
-        )
-    tree.setdefault("diversity", {})["features"] = registry.live_name(given)
-    return given
-
-
-def _check_alone(given: Any, cfg: Any) -> None:
-    """ValueError where a mapping names a model too."""
-    stated = cfg.get("model") if isinstance(cfg, Mapping) else None
-    stated = stated.get("source") if isinstance(stated, Mapping) else stated
-    if given is not None and stated is not None:
-        _refuse_both(stated, given)
 
 
 def _refuse_both(stated: str, given: Any) -> NoReturn:
-    name = registry.label_of(_check_policy(given))
+    name = registry.label_of(live_name_of(given))
     raise ValueError(
         f"model={stated} and a live policy, {name}, are both given; leave one of them out"
     )
 
 
-def _check_policy(given: Any) -> str:
-    """Its name in the config; ValueError where it cannot be a policy."""
+def live_name_of(given: Any) -> str:
+    """The name of a policy or pipeline in the config; ValueError where it cannot be a policy."""
     if isinstance(given, Policy):
         networks = [getattr(given, "pipe", None), *given.modules.values(), given]
-        network = next(one for one in networks if one is not None)
-        return registry.live_name(network)
+        return registry.live_name(next(one for one in networks if one is not None))
+    kind = type(given).__name__
     if isinstance(given, str | Path):
-        raise ValueError(
-            f'policy="{given}" is a name: give it to the config, as model={given}; policy= takes a'
+        wrong = (
+            f'="{given}" is a name: give it to the config, as model={given}; policy= takes a'
             " pipeline or what flowrl.load_policy returns"
         )
-    if isinstance(given, nn.Module):
-        raise ValueError(
-            f"policy is a plain {type(given).__name__}, whose latents have any shape: pass"
+    elif isinstance(given, nn.Module):
+        wrong = (
+            f" is a plain {kind}, whose latents have any shape: pass"
             " flowrl.load_policy(module, shape=(...)) instead"
         )
-    if isinstance(given, type):
-        raise ValueError(
-            f"policy is {given.__name__}, a class; give an object of it, such as what"
-            " from_pretrained returns"
+    elif isinstance(given, type):
+        wrong = (
+            f" is {given.__name__}, a class; give an object of it, such as what from_pretrained"
+            " returns"
         )
-    if not hasattr(given, "components"):
-        raise ValueError(
-            f"policy is a {type(given).__name__}; give a diffusers pipeline, or what"
-            " flowrl.load_policy returns"
-        )
-    return registry.live_name(given)
-
-
-def _dtype(given: Any) -> str | None:
-    """Of the weights as they are, which nobody casts."""
-    if isinstance(given, Policy):
-        return DTYPES.get(given.dtype)
-    networks = [part for part in given.components.values() if isinstance(part, nn.Module)]
-    named = [given.components.get(name) for name in ("transformer", "unet")]
-    for network in (*named, *networks):
-        if isinstance(network, nn.Module):
-            return DTYPES.get(computing_type(network))
-    return None
+    elif not hasattr(given, "components"):
+        wrong = f" is a {kind}; give a diffusers pipeline, or what flowrl.load_policy returns"
+    else:
+        return registry.live_name(given)
+    raise ValueError(f"policy{wrong}")
 
 
 # ---------------------------------------------------------------------- asked for again
@@ -290,10 +266,9 @@ def _dtype(given: Any) -> str | None:
 def named(cfg: Config) -> dict[str, str]:
     """Which arguments were live objects in a config, and what they were: {"policy": "FluxPipeline",
     "rewards": "red, blue"}."""
-    rewards = [str(entry.get("name")) for entry in cfg.reward.values()]
     names = {
         "policy": [cfg.model.source],
-        "rewards": rewards,
+        "rewards": [str(entry.get("name")) for entry in cfg.reward.values()],
         "algorithm": [cfg.algorithm["name"]],
         "prompts": [cfg.data.train, cfg.data.eval],
         "features": [cfg.diversity.features],
