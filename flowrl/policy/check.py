@@ -1,23 +1,21 @@
-"""Proof that comes with a policy: its replay against the pipeline itself, able to fail."""
+"""The self-check of a pipeline's policy: its replay is compared with the pipeline itself."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from flowrl.policy.replay.arguments import SCALE, Cond
-from flowrl.policy.replay.call import Replay, Request
-from flowrl.policy.replay.coords import LIMITS, Coords, first_order, started, unmarked
+from flowrl.policy.replay.call import Request
+from flowrl.policy.replay.coords import LIMITS, first_order, started, unmarked
 from flowrl.policy.replay.decode import TailDecoder, tail
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.items import PromptItem
-from flowrl.policy.replay.probe import Prober, stubbed
 from flowrl.policy.replay.record import RecordedStep
 
 MEANING = {
@@ -29,6 +27,7 @@ MEANING = {
     "decode": "media, against the pipeline's own decoding",
     "came": "networks without what is trained, against those that the pipeline came with",
 }
+Replayed = Any  # a PipelinePolicy, whose file imports this one
 BLOCK = 1 << 24  # values that are compared at once
 LOOSE = 8.0  # weight of a guidance that is not known
 ROUNDED = 30.0  # times what rounding latents changes in them, predictions and media may differ
@@ -36,21 +35,21 @@ ROUNDED = 30.0  # times what rounding latents changes in them, predictions and m
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """The largest relative error of each comparison; wrong_rows: how much swapped prompts show, NaN
-    where there are no conditions. tolerance: what each may be; media: what media may differ by
-    where the decoder computes in a lower precision."""
+    """The result of a self-check: relative errors, and what they may be."""
 
+    # what each comparison compares, by its key in errors
     meaning: ClassVar[Mapping[str, str]] = MEANING
+    # the first words of the text, with a place for `steps`
     tried: ClassVar[str] = "replayed at {} steps"
-    swapped: ClassVar[str] = "must"
+    swapped: ClassVar[str] = "must"  # whether swapped prompts "must" or "should" differ
 
-    pipeline: str
-    errors: dict[str, float]
-    wrong_rows: float
-    tolerance: float
-    steps: int
-    media: float = 0.0
-    notes: list[str] = field(default_factory=list)
+    pipeline: str  # name of the class of the pipeline or module
+    errors: dict[str, float]  # the largest relative error of each comparison
+    wrong_rows: float  # relative change when prompts are swapped; NaN without conditions
+    tolerance: float  # what each error may be
+    steps: int  # sampling steps of the run that was compared
+    media: float = 0.0  # what media may differ by where the decoder is less precise; 0: as all else
+    notes: list[str] = field(default_factory=list)  # sentences for whoever reads the comparisons
 
     def allowed(self, key: str) -> float:
         """What a comparison may differ by."""
@@ -58,7 +57,7 @@ class SelfCheck:
 
     @property
     def holds(self) -> bool:
-        """Whether every comparison does; none that is NaN does."""
+        """Whether every error is small enough; NaN is not."""
         return all(value <= self.allowed(key) for key, value in self.errors.items())
 
     def __str__(self) -> str:
@@ -75,51 +74,13 @@ class SelfCheck:
         return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])
 
 
-class Replayed(Protocol):
-    """A policy that replays a pipeline."""
-
-    replay: Replay
-    prober: Prober
-    coords: Coords
-    steps: int
-    late: bool
-    modules: dict[str, nn.Module]
-    latent_shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def decoder(self) -> Callable[..., Tensor]: ...
-
-    def encode(
-        self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
-    ) -> Cond: ...
-
-    def velocity(self, x: Tensor, sigma: Tensor | float, cond: Cond, rows: Tensor) -> Tensor: ...
-
-    def untouched(self) -> float | None: ...
-
-    def reentry(
-        self,
-        x: Tensor,
-        sigma: float | Tensor,
-        prompts: list[str],
-        conditions: Sequence[Mapping[str, Any]] | None = None,
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RealRun:
-    """A run of the pipeline on the swapped record, with its own networks in the iterations `own`
-    and stubs in the others; sigmas as Coords.sigmas_of gives them."""
+    """A run of the pipeline on the swapped record, in some iterations with its own networks."""
 
     iterations: list[RecordedStep]  # without their calls; (P, *L)
-    own: list[int]
-    sigmas: Tensor
+    own: list[int]  # iterations in which the networks answered; in all others stubs did
+    sigmas: Tensor  # (steps + 1,) fp64, as Coords.sigmas_of gives them
     final: Tensor  # latents after the loop
     scheduler: Any  # as it was before the loop
 
@@ -134,7 +95,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Equal places of two tensors of one shape."""
+    """Yield the same block of values of two tensors of one shape."""
     assert a.shape == b.shape
     yield from zip(a.reshape(-1).split(BLOCK), b.reshape(-1).split(BLOCK), strict=True)
 
@@ -194,7 +155,8 @@ def _decode(policy: Replayed, x: Tensor, cond: Cond) -> Tensor:
 
 
 def _beside(ours: Tensor, decoded: Tensor) -> float:
-    """Error of media; those that the pipeline rounds to 8 bits may be one of 255 levels off."""
+    """Relative error of media; where the pipeline rounds its own to 8 bits, ours may differ by one
+    of 255 levels."""
     off = []
     for a, b in _blocks(ours, decoded):
         levels = b * 255
@@ -222,7 +184,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _notes(policy: Replayed, scheduler: Any, size: tuple[int, ...], *, noisy: bool) -> list[str]:
-    """What a reader of the comparisons should know. size: (H, W) of media, if they were made."""
+    """Notes for whoever reads the comparisons. size: (H, W) of media; () where none were made."""
     name, out = type(scheduler).__name__, []
     if size and (unlike := policy.prober.runner.unlike_asked(size)):
         out.append(unlike)
@@ -248,7 +210,8 @@ def _clips(scheduler: Any) -> list[str]:
 
 
 def _tolerance(policy: Replayed) -> float:
-    """1e-4 in fp32; in lower precision its rounding times the guidance that multiplies it."""
+    """What errors may be: 1e-4 in fp32; in lower precision its rounding times the guidance that
+    multiplies it."""
     slots = [slot for r in policy.replay.regimes for c in r.calls for slot in c.slots]
     dtypes = {policy.dtype, *(slot.dtype for slot in slots)}  # of latents at the network
     lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -260,7 +223,7 @@ def _tolerance(policy: Replayed) -> float:
 
 
 def _media_tolerance(policy: Replayed) -> float:
-    """What a VAE of lower precision rounds; 0 in fp32."""
+    """What media may differ by where a VAE of lower precision rounds them; 0 in fp32."""
     vae = getattr(policy.prober.runner.pipe, "vae", None)
     kinds = {p.dtype for p in vae.parameters()} if isinstance(vae, nn.Module) else set()
     eps = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
@@ -268,7 +231,7 @@ def _media_tolerance(policy: Replayed) -> float:
 
 
 def _judge(result: SelfCheck) -> SelfCheck:
-    """The result; UnreplayableError if a comparison failed, or could not have."""
+    """Return the result; UnreplayableError if a comparison failed, or could not have failed."""
     for key, value in result.errors.items():
         if not value <= result.allowed(key):  # also NaN
             raise UnreplayableError(
@@ -285,7 +248,7 @@ def _judge(result: SelfCheck) -> SelfCheck:
 
 
 def _run(policy: Replayed, items: Sequence[PromptItem]) -> RealRun:
-    """The pipeline as it is, on these items, in as many runs as it takes."""
+    """Run the pipeline as it is on these items, one by one where it takes one."""
     parts = [_run_together(policy, group) for group in policy.prober.apart(items)]
     if len(parts) == 1:
         return parts[0]
@@ -302,56 +265,35 @@ def _run(policy: Replayed, items: Sequence[PromptItem]) -> RealRun:
 
 
 def _run_together(policy: Replayed, items: list[PromptItem]) -> RealRun:
-    runner, rows = policy.prober.runner, len(items)
-    pad = runner.pad[:1]  # the overlong prompt fixes the text's length for these short ones
-    whole = policy.prober.run(items, policy.steps)
-    own = _own(policy, torch.stack([it.time for it in whole]))
-    done: list[RecordedStep] = []
+    prober, rows = policy.prober, len(items)
     fresh: list[Any] = []
     final: list[Tensor] = []
-    counts: Counter[str] = Counter()
 
     def on_raw(given: dict[str, Any]) -> None:
         if not fresh:  # as it is at its first step: some loops edit its sigmas
             fresh.append(unmarked(given["self"]))
 
-    def on_call(name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
-        key = (name, counts[name])
-        counts[name] += 1
-        if len(done) in own:
-            return real()
-        templates, count = policy.prober.templates, rows + len(pad)
-        return stubbed(templates, key, count, real, None, runner.streams)
-
-    def on_step(prediction: Tensor, time: Any, sample: Tensor) -> None:
-        counts.clear()
-        at = torch.as_tensor(time).detach().cpu().double().reshape(())
-        done.append(RecordedStep([], at, sample[:rows].clone(), prediction[:rows].clone()))
-
     def on_done(result: Tensor) -> None:
         final[:] = [result[:rows].clone()]
 
-    runner.run(
-        [*items, *pad],
-        policy.steps,
-        on_call=on_call,
-        on_step=on_step,
-        on_done=on_done,
-        on_raw=on_raw,
-    )
+    real = _own(policy, torch.stack([it.time for it in prober.run(items, policy.steps)]))
+    # the overlong prompt alone fixes the text's length for these short ones
+    pad = prober.runner.pad[:1]
+    ran = prober.run(items, policy.steps, pad=pad, real=real, on_raw=on_raw, on_done=on_done)
+    done = [RecordedStep([], it.time, it.sample[:rows], it.prediction[:rows]) for it in ran]
     sigmas = policy.coords.sigmas_of(fresh[0], torch.stack([it.time for it in done]))
-    return RealRun(iterations=done, own=own, sigmas=sigmas, final=final[0], scheduler=fresh[0])
+    return RealRun(iterations=done, own=real, sigmas=sigmas, final=final[0], scheduler=fresh[0])
 
 
 def _own(policy: Replayed, times: Tensor) -> list[int]:
-    """Two iterations or more in which the networks answer: an early one of each set of them."""
+    """Two iterations or more in which the networks answer: an early one of each regime."""
     regime = _regimes(policy, times)
     early = {regime.index(which, 1) for which in set(regime[1:])}
     return sorted(early) if len(early) > 1 else [*early, len(times) - 1]
 
 
 def _regimes(policy: Replayed, times: Tensor) -> list[int]:
-    """Which regime each time of a run belongs to."""
+    """The regime that each model time of a run belongs to."""
     lows = [*policy.replay.boundaries, float("-inf")]
     return torch.stack([times >= low for low in lows]).float().argmax(0).tolist()
 
@@ -367,8 +309,9 @@ def _predict(policy: Replayed, run: RealRun, j: int, cond: Cond, rows: list[int]
 
 
 def _loop(policy: Replayed, real: RealRun, ours: dict[int, Tensor], read: Tensor) -> float:
-    """Largest error of the latents that the pipeline's own scheduler makes of each prediction,
-    beside themselves and beside the step, where networks read them: read (P, D)."""
+    """The largest error of latents that the pipeline's own scheduler makes of each prediction,
+    relative to the latents or to the step, whichever is larger. read (P, D): the entries that
+    networks read, which alone count."""
     pattern, begin = policy.prober.runner.pattern, policy.prober.begin
     schedulers = [started(real.scheduler, begin) for _ in range(policy.prober.runner.streams)]
     following = [it.sample for it in real.iterations[1:]] + [real.final]
@@ -390,7 +333,7 @@ def _loop(policy: Replayed, real: RealRun, ours: dict[int, Tensor], read: Tensor
 
 
 def _read(policy: Replayed, cond: Cond) -> Tensor:
-    """Entries of the latents that a network reads, (P, D) bool; a loop may write over others."""
+    """Which entries of the latents a network reads, (P, D) bool; a loop may write over others."""
     numel = torch.Size(policy.latent_shape).numel()
     if not policy.replay.regimes:
         return torch.ones(len(cond), numel, dtype=torch.bool)
@@ -409,7 +352,8 @@ def _read(policy: Replayed, cond: Cond) -> Tensor:
 
 
 def _referee(policy: Replayed, real: RealRun, cond: Cond) -> tuple[float, float]:
-    """Unvisited sigmas, one in each regime: against re-entry; and two sigmas in one call."""
+    """Errors at sigmas that no run visited, one in each regime: (against the pipeline's own loop
+    body, of two sigmas in one call against a call each)."""
     record, device = policy.prober.record, policy.device
     prompts, conditions = [i.prompt for i in record], [i.conditions for i in record]
     generator = torch.Generator().manual_seed(3)
@@ -428,7 +372,7 @@ def _referee(policy: Replayed, real: RealRun, cond: Cond) -> tuple[float, float]
 
 
 def _unvisited(policy: Replayed, real: RealRun) -> list[float]:
-    """Sigmas that the run did not visit, two or more, in every regime."""
+    """Two sigmas or more that the run did not visit, at least one in every regime."""
     times, sigmas = torch.stack([it.time for it in real.iterations]), real.sigmas
     regime = _regimes(policy, times)
     places = [j for j in range(1, len(times) - 1) if regime[j] == regime[j + 1]]
@@ -448,8 +392,8 @@ def _unvisited(policy: Replayed, real: RealRun) -> list[float]:
 
 
 def _euler(policy: Replayed, real: RealRun) -> float | None:
-    """First step of the scheduler (first order even in multistep solvers) against x' + v (s1 - s0),
-    without its limits. None when it draws noise."""
+    """The error of the scheduler's first step, without its limits, against x' + v (s1 - s0); the
+    first step is of first order in multistep solvers, too. None when it draws noise."""
     first, begin = real.iterations[0], policy.prober.begin
     pattern = policy.prober.runner.pattern
     parts = zip(pattern.split(first.prediction), pattern.split(first.sample), strict=True)

@@ -1,4 +1,4 @@
-"""Proof that comes with a module policy: what training relies on, tried on random latents."""
+"""The self-check of a module's policy: what training relies on is tried on random latents."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowrl.policy.check import SelfCheck, relative
 from flowrl.policy.replay.arguments import Cond
-from flowrl.policy.replay.coords import Coords, Schedule
 
 MEANING = {
     "repeat": "velocities of two equal calls",
@@ -27,40 +26,18 @@ LIKELY = {
     "mixed": "t has one sigma for each row: t (n,), not t[0]",
     "decode": "a sample may depend on nothing but its own latents",
 }
+Moduled = Any  # a ModulePolicy, whose file imports this one
 PROMPTS = ("a", "b")  # where nobody gives others
 ROWS, STEPS = 4, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleCheck(SelfCheck):
+    """The result of the self-check of a module."""
+
     meaning = MEANING
     tried = "tried at {} sigmas"
     swapped = "should"
-
-
-class Moduled(Protocol):
-    """A policy that is a module."""
-
-    modules: dict[str, nn.Module]
-    coords: Coords
-    latent_shape: tuple[int, ...]
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def parts(self) -> dict[str, dict[str, nn.Parameter]]: ...
-
-    def encode(self, prompts: list[str]) -> Cond: ...
-
-    def schedule(self, steps: int) -> Schedule: ...
-
-    def velocity(self, x: Tensor, sigma: Tensor | float, cond: Cond, rows: Tensor) -> Tensor: ...
-
-    def decode(self, x: Tensor) -> Tensor: ...
 
 
 def self_check(policy: Moduled, prompts: Sequence[str] | None = None) -> ModuleCheck:
@@ -74,6 +51,7 @@ def self_check(policy: Moduled, prompts: Sequence[str] | None = None) -> ModuleC
     name = type(policy.modules["module"]).__name__
     cond = policy.encode(list(prompts or PROMPTS)[:2])
     x, rows, sigmas = _inputs(policy, len(cond))
+    # a module in training mode updates its statistics in every forward
     kept = copy.deepcopy(dict(policy.modules["module"].named_buffers()))
     try:
         with torch.no_grad():
@@ -98,7 +76,7 @@ def self_check(policy: Moduled, prompts: Sequence[str] | None = None) -> ModuleC
 
 
 def _inputs(policy: Moduled, prompts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x (n, *L), rows (n,), and a sigma a row, from the first of a run to its last."""
+    """Return x (n, *L), rows (n,) and a sigma for each row, from the first of a run to its last."""
     x = torch.randn(ROWS, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     rows = torch.arange(ROWS) % prompts
     return x.to(policy.device), rows, policy.schedule(STEPS).sigmas[:-1]
@@ -107,7 +85,7 @@ def _inputs(policy: Moduled, prompts: int) -> tuple[Tensor, Tensor, Tensor]:
 def _compared(
     policy: Moduled, x: Tensor, sigmas: Tensor, cond: Cond, rows: Tensor
 ) -> tuple[dict[str, float], float]:
-    """(errors, how much swapped prompts show)."""
+    """Return (errors, relative change when prompts are swapped)."""
     whole = policy.velocity(x, sigmas, cond, rows)
     _check_finite(whole, sigmas, policy.coords.prediction)
     again = policy.velocity(x, sigmas, cond, rows)
@@ -148,7 +126,7 @@ def _check_finite(v: Tensor, sigmas: Tensor, kind: str) -> None:
 
 
 def _decoded(decode: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Media of x; ValueError where they cannot be those of its rows."""
+    """Decode x (n, *L); ValueError where the media cannot be those of its rows."""
     media = decode(x)
     if not isinstance(media, Tensor) or media.ndim < 2 or len(media) != len(x):
         got = tuple(media.shape) if isinstance(media, Tensor) else type(media).__name__
@@ -161,7 +139,7 @@ def _decoded(decode: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _gradients(
     policy: Moduled, name: str, x: Tensor, sigmas: Tensor, cond: Cond, rows: Tensor
 ) -> list[str]:
-    """Names trained weights that no gradient reaches; ValueError where it reaches none of a
+    """Note how many trained weights no gradient reaches; ValueError where it reaches none of a
     part."""
     unused: list[str] = []
     with torch.enable_grad():
@@ -186,7 +164,7 @@ def _gradients(
 
 
 def _judged(result: ModuleCheck) -> ModuleCheck:
-    """The result; ValueError where a comparison failed."""
+    """Return the result; ValueError where a comparison failed."""
     for key, value in result.errors.items():
         if not value <= result.tolerance:  # also NaN
             raise ValueError(

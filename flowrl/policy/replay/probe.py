@@ -1,8 +1,8 @@
-"""Stubbed runs of a pipeline: network outputs and latents after each step are what we choose."""
+"""Run a pipeline on stubs: we choose what its networks return, and its latents after each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,20 +52,26 @@ class Copies:
 class StubbedRun:
     """Callbacks of one run: what networks and scheduler are answered, and what was seen."""
 
-    templates: dict[Key, tuple[Any, int]]
-    rows: int
-    streams: int
+    templates: dict[Key, tuple[Any, int]]  # see Prober
+    rows: int  # of the run, with those that fix the text length
+    streams: int  # how many latents an iteration moves
+    # iteration -> latents that the loop goes on with; None: its own
     latents: Callable[[int], Tensor] | None
+    # answers networks, see Prober.run; None: noise
     outputs: Callable[[Key, tuple[int, ...]], Tensor] | None
+    # whether to end the run after an iteration; None: never
     stop: Callable[[int, RecordedStep], bool] | None
-    done: list[RecordedStep] = field(default_factory=list)
+    real: Collection[int] = ()  # iterations in which the networks answer themselves
+    done: list[RecordedStep] = field(default_factory=list)  # iterations so far
     calls: list[DenoiserCall] = field(default_factory=list)  # of the iteration that is running
-    copied: Copies = field(default_factory=Copies)
+    copied: Copies = field(default_factory=Copies)  # clones what was seen
     moved: int = 0  # iterations whose latents were asked for
 
     def on_call(self, name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
         key = (name, sum(call.module == name for call in self.calls))
         self.calls.append(DenoiserCall(name, map_tensors(self.copied, args)))
+        if len(self.done) in self.real:
+            return real()
         return stubbed(self.templates, key, self.rows, real, self.outputs, self.streams)
 
     def on_step(self, prediction: Tensor, time: Any, sample: Tensor) -> None:
@@ -95,8 +101,8 @@ def stubbed(
     outputs: Callable[[Key, tuple[int, ...]], Tensor] | None,
     streams: int,
 ) -> Any:
-    """An answer in place of a network: noise, the same in each run, or outputs(key, shape), shaped
-    as its real output was for the rows of its template."""
+    """Make an answer in place of a network: noise, the same in each run, or outputs(key, shape),
+    shaped as its real output was for the rows of its template."""
     if key not in templates:
         templates[key] = (real(), rows)
     template, its_rows = templates[key]
@@ -121,17 +127,14 @@ def always(x: Tensor) -> Callable[[int], Tensor]:
 
 
 class Prober:
-    """templates[key] = (output of one real call, rows of the batch it came from): the only network
-    calls that probing makes.
-
-    record: two items that differ in all that an item has. example: conditions of one prompt, by
-    which the loop is recorded.
-    """
+    """Runs a pipeline on stubs. example: conditions of one prompt, by which the loop is
+    recorded."""
 
     def __init__(self, runner: Runner, example: Mapping[str, Any] | None = None) -> None:
         self.runner = runner
+        # (output of one real call, rows of the batch it came from): all network calls of probing
         self.templates: dict[Key, tuple[Any, int]] = {}
-        self.result: Any = None
+        self.result: Any = None  # what the pipeline's call returned last; None after Halt
         self.shape: tuple[int, ...] = ()  # of one row of the state
         self.count = 2  # rows of a probing run
         self.begin = 0  # where in the scheduler's timesteps the recorded loop starts
@@ -139,6 +142,7 @@ class Prober:
         runner.check_names(example)
         media = {k: v for k, v in {**runner.always, **example}.items() if is_media(v)}
         other = {**example, **{k: altered(v) for k, v in media.items()}}
+        # two items that differ in all that an item has
         self.record = [PromptItem(RECORD[0], example), PromptItem(RECORD[1], other)]
         self.overlong = PromptItem(" ".join(["word"] * (self.longest + 8)), example)
         self.steps = 8  # of the recorded calls
@@ -149,7 +153,7 @@ class Prober:
             self._settle(bool(media))
 
     def rows(self, count: int) -> list[PromptItem]:
-        """Items of a probing run: those of the record in turn, or copies of the first one."""
+        """Make the items of a probing run: those of the record in turn, or copies of the first."""
         return [self.record[0 if self.runner.single else k % 2] for k in range(count)]
 
     @property
@@ -160,7 +164,7 @@ class Prober:
         return int(asked or (default.default if default else 512))
 
     def apart(self, items: Sequence[PromptItem]) -> list[list[PromptItem]]:
-        """The same items, in the runs that they take."""
+        """Split items into the runs that they take."""
         return [[item] for item in items] if self.runner.single else [list(items)]
 
     # ---------------------------------------------------------------------------
@@ -221,9 +225,12 @@ class Prober:
         return all(held)
 
     def _fix_text_length(self) -> None:
-        """Where the text length follows the longest prompt of the batch, add one overlong and one
-        short prompt to every run: one length, always masked. It does where an encoder would be
-        asked something new without the overlong one, or where the denoisers are."""
+        """Add one overlong and one short prompt to every run, where the text length follows the
+        longest prompt of the batch: then there is one length, always masked.
+
+        It follows it where an encoder, or the denoisers, would be given other shapes without the
+        overlong prompt.
+        """
         short, answers = self.record[0], self.runner.answers
         if self.longest < 2 * len(RECORD[0]):  # it may be no shorter than the longest
             short = PromptItem("", short.conditions)
@@ -247,13 +254,12 @@ class Prober:
         return [shape for shape, moves in zip(shapes, updates, strict=True) if moves]
 
     def _scan(self, items: list[PromptItem]) -> list[list[dict[str, Any]]]:
-        """Arguments of scheduler.step in the first iterations of a run; an iteration ends where a
-        network is called after a step."""
+        """Return the arguments of scheduler.step in each of the first iterations of a run."""
         found: list[list[dict[str, Any]]] = []
         calls: list[str] = []
 
         def on_call(name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
-            if not calls:
+            if not calls:  # an iteration ends where a network is called after a step
                 if len(found) == SCANNED:
                     raise Halt
                 found.append([])
@@ -288,16 +294,22 @@ class Prober:
         latents: Callable[[int], Tensor] | None = None,
         outputs: Callable[[Key, tuple[int, ...]], Tensor] | None = None,
         stop: Callable[[int, RecordedStep], bool] | None = None,
+        real: Collection[int] = (),
+        pad: Sequence[PromptItem] | None = None,
         output_type: str = "latent",
         **how: Any,
     ) -> list[RecordedStep]:
-        """Iterations of one run; self.result is what the call returned.
+        """Run the pipeline on stubs -> its iterations; self.result is what the call returned.
 
         After iteration j the loop goes on with latents(j). outputs(key, shape) answers a network
-        (default: noise). stop(j, iteration) ends the run early. how: more of Runner.run's options.
+        (default: noise), but in the iterations `real` the networks do. stop(j, iteration) ends the
+        run early. pad: what fixes the text length (default: runner.pad). how: more of Runner.run's
+        options.
         """
-        items = [*items, *self.runner.pad]
-        stub = StubbedRun(self.templates, len(items), self.runner.streams, latents, outputs, stop)
+        # the run's rows are its items, and those whose only use is that texts get one length
+        items = [*items, *(self.runner.pad if pad is None else pad)]
+        answers = (latents, outputs, stop, real)
+        stub = StubbedRun(self.templates, len(items), self.runner.streams, *answers)
         self.result = self.runner.run(
             items,
             steps,
@@ -315,8 +327,8 @@ class Prober:
         return stub.done
 
     def schedule(self, steps: int, coords: Coords) -> Schedule:
-        """Sigmas and exact times of a stubbed run at the real number of steps and resolution, so
-        that dynamic shifts are included."""
+        """Read sigmas and exact times off a stubbed run at the real number of steps and resolution,
+        so that dynamic shifts are included."""
         iterations = self.run(self.rows(self.count), steps)
         times = torch.stack([it.time for it in iterations])
         sigmas = coords.sigmas_of(self.runner.pipe.scheduler, times)

@@ -30,30 +30,18 @@ def reenter(
     items: Sequence[PromptItem],
     outputs: dict[Key, Tensor] | None = None,
 ) -> Tensor:
-    """The pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64 for all
-    rows, row i with items[i].
+    """Return the pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64
+    for all rows, row i with items[i].
 
     outputs: answers of the networks, in place of the real ones (differentiable either way), each
     (blocks, P, repeats, ...).
     """
-    if not prober.runner.single:
-        return _reenter(prober, coords, steps, x, s, items, outputs)
-    made = []
-    for i, item in enumerate(items):  # one at a time, as the pipeline takes them
-        own = outputs and {key: value[:, i : i + 1] for key, value in outputs.items()}
-        made.append(_reenter(prober, coords, steps, x[i : i + 1], s, [item], own))
-    return torch.cat(made)
-
-
-def _reenter(
-    prober: Prober,
-    coords: Coords,
-    steps: int,
-    x: Tensor,
-    s: Tensor,
-    items: Sequence[PromptItem],
-    outputs: dict[Key, Tensor] | None,
-) -> Tensor:
+    if prober.runner.single and len(items) > 1:  # one at a time, as the pipeline takes them
+        made = []
+        for i, item in enumerate(items):
+            answers = outputs and {key: value[:, i : i + 1] for key, value in outputs.items()}
+            made.append(reenter(prober, coords, steps, x[i : i + 1], s, [item], answers))
+        return torch.cat(made)
     pad = prober.runner.pad
     latents = (x * coords.scale(s).to(x)).to(x.dtype)
     latents = torch.cat([latents, latents[:1].expand(len(pad), *x.shape[1:])])
@@ -85,15 +73,16 @@ class LoopBody:
     """Callbacks of a run whose second iteration is ours: its time is set after set_timesteps, its
     latents are returned by the first step."""
 
-    prober: Prober
-    coords: Coords
-    sigma: Tensor
-    time: float
+    prober: Prober  # whose templates give the shapes of outputs
+    coords: Coords  # of the pipeline's scheduler
+    sigma: Tensor  # () fp64, of the iteration that is ours
+    time: float  # model time of sigma
     latents: Tensor  # of all rows, in the pipeline's units
+    # answers of the networks in our iteration; None: they answer themselves
     outputs: dict[Key, Tensor] | None
     ours: bool = False  # the second iteration has begun
     calls: Counter[str] = field(default_factory=Counter)  # in this iteration, by component
-    prediction: Tensor | None = None
+    prediction: Tensor | None = None  # given to the scheduler in our iteration
 
     def on_times(self, scheduler: Any) -> None:
         times, t = scheduler.timesteps, self.time
