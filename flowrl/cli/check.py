@@ -83,7 +83,7 @@ def _check_model(
         own["prompts"] = list(texts)[:2]
     echo(policy.describe())
     echo(policy.self_check(**own))
-    if found := policy.readers():
+    if found := getattr(policy, "readers", tuple)():
         echo(f"  tokens of a prompt that are read: {', '.join(map(str, found))}")
 
 

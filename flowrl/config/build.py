@@ -31,6 +31,7 @@ from flowrl.policy.weights import heads
 from flowrl.policy.weights.attention import set_attention
 from flowrl.policy.weights.lora import SETTINGS as LORA_SETTINGS
 from flowrl.policy.weights.lora import read_settings
+from flowrl.policy.weights.recompute import recompute
 from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
 from flowrl.runtime import registry
@@ -106,7 +107,7 @@ def make_policy(
             split=split,
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
-    policy.freeze(False)
+    policy.trainable.freeze(False)
     set_attention(policy.networks.values(), cfg.train.attention, policy.device)
     if own:
         check_trained(cfg, policy)
@@ -117,15 +118,15 @@ def make_policy(
     if cfg.train.init_lora:
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
-        policy.gradient_checkpointing(cfg.train.gradient_checkpointing)
+        recompute(policy.networks.values(), cfg.train.gradient_checkpointing)
     if live.policy is None and not climbs(cfg, algorithm):
         policy.narrow_decoder()
     if cfg.model.tiling:
         policy.tile_decoder()
     policy.compile_blocks(cfg.train.compile == "blocks")
-    policy.freeze(not own)
+    policy.trainable.freeze(not own)
     if cfg.model.offload != "none":
-        policy.offload_denoiser(scorers=cfg.model.offload == "all")
+        policy.turns.offload(policy.networks, scorers=cfg.model.offload == "all")
     give_heads(cfg, policy, algorithm)
     return policy
 
@@ -151,14 +152,13 @@ def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm) -> None:
     live policy stay, where they are of the same kind."""
     names = [part for part in cfg.train.parts if part in heads.KINDS]
     if not names:
-        policy.set_heads(None)
+        policy.trainable.set_heads(None)
         return
     options = algorithm.heads
     made = heads.make({name: options[name] for name in names}, policy.latent_shape, cfg.seed)
-    known = policy.heads.modules
-    alike = {name: head.options for name, head in known.items()}
+    alike = {name: head.options for name, head in policy.trainable.heads.items()}
     if alike != {name: head.options for name, head in made.items()}:
-        policy.set_heads(made)
+        policy.trainable.set_heads({name: head.to(policy.device) for name, head in made.items()})
 
 
 def check_parts(cfg: Config, algorithm: Algorithm) -> None:
@@ -281,10 +281,10 @@ def load_tuned(cfg: Config, saved: Checkpoint, live: Live | None = None) -> Poli
     check_given(cfg, live, call="flowrl.evaluate_run", needed=("policy",))
     policy = make_policy(cfg, live=live)
     if cfg.train.mode == "full" and not policy.trainable.has("reference"):
-        policy.add_view("reference")  # with LoRA it is the adapters switched off
+        policy.trainable.add_view("reference")  # with LoRA it is the adapters switched off
     if saved.meta["iteration"]:
         averages = {name: value for name, value in saved.group("ema").items() if name != "step"}
-        policy.load_state("default", saved.group("policy") | averages)
+        policy.trainable.load("default", saved.group("policy") | averages)
     return policy
 
 

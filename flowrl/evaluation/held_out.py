@@ -30,6 +30,7 @@ from flowrl.rewards.core.reward_set import Spec
 from flowrl.rollouts.generation import sample
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.log import logger
 from flowrl.runtime.processes.world import ALONE, Alone, World
 from flowrl.samplers import keys
 from flowrl.types import Solver
@@ -236,7 +237,8 @@ def evaluate(
     ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()
     rewards = rewards.beside(policy)
     policy.say_cut(prompt["prompt"] for prompt in prompts)
-    policy.say_unread([guidance], prompts[0])
+    for sentence in policy.unread([guidance], prompts[0]):
+        logger.warning(sentence)
     evaluator = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=how, ledger=ledger)
     return evaluator.evaluation(images)
 

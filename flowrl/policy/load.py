@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -32,22 +33,6 @@ from flowrl.runtime.paths import expanded
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.typed_text import takes_text
 
-LOADED_WITH = (
-    "source",
-    "lora",
-    "dtype",
-    "device",
-    "shape",
-    "kind",
-    "cond",
-    "decode",
-    "example",
-    "hints",
-    "parts",
-    "encoding",
-    "quantize",
-    "split",
-)
 PARTS = ("denoiser", "text_encoder")
 ENCODING = "encoding (model.encoders, model.prompt_cache)"  # as errors name it
 
@@ -70,7 +55,7 @@ def load_policy(
     split: bool = False,
     **pipeline_kwargs: Any,
 ) -> Policy:
-    """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
+    """Make a Policy of `source`: a live DiffusionPipeline, its folder or hub id, a name in
     configs/model, an nn.Module f(x, t, cond), a factory of one's own ("path/to/file.py:NAME") or of
     an installed package. A Policy is returned as it is.
 
@@ -82,7 +67,7 @@ def load_policy(
     taken as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy. pipeline_kwargs:
     arguments of the pipeline's own call (height, num_frames, image ...); they hold for the policy's
     life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
-    those of all). hints: of the pipeline's class, see `hints_of` in flowrl/policy/named.py.
+    those of all). hints: for the pipeline's class, see `hints_of` in flowrl/policy/named.py.
     encoding: where text encoders are, and their answers kept. split: a pipeline's networks are to
     be split over processes, and their blocks wait for that in host memory. A pipeline whose loop
     cannot be inferred raises UnreplayableError (a ValueError).
@@ -90,6 +75,7 @@ def load_policy(
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
     check_kind(quantize)
+    # a name may stand for any of the things that are told apart below
     described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
     if isinstance(source, str | Path):
         source, named = found(source)
@@ -123,7 +109,7 @@ def _check_undescribed(described: Mapping[str, Any]) -> None:
 
 
 def check_parts(parts: Sequence[str]) -> list[str]:
-    """What is trained, each once; ValueError for a name that is unknown."""
+    """Return the names of what is trained, each once; ValueError for an unknown name."""
     if isinstance(parts, str) or not parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts={parts!r} should be a list of some of {', '.join(PARTS)}")
     return list(dict.fromkeys(parts))
@@ -136,8 +122,8 @@ def _shape_of(
     quantize: str,
     **others: Any,
 ) -> tuple[int, ...]:
-    """Of a module's latents; ValueError where it is missing, or stands beside what modules do not
-    take: others that are not None."""
+    """Return the shape of a module's latents; ValueError where it is missing, or where an argument
+    is given that modules do not take: one of `others` that is not None."""
     others = {name: value for name, value in others.items() if value is not None}
     if "text_encoder" in parts:
         raise ValueError(
@@ -160,13 +146,13 @@ def _shape_of(
 
 
 def as_policy(given: Any) -> Policy:
-    """A Policy as it is; anything else that load_policy takes, loaded."""
+    """Return a Policy as it is, and load anything else that load_policy takes."""
     return given if isinstance(given, Policy) else load_policy(given)
 
 
 def found(source: str | Path) -> tuple[Any, dict[str, Any]]:
-    """What a name stands for, (an object that a factory made, or a folder or hub id; its call
-    arguments)."""
+    """Look up what a name stands for -> (an object that a factory made, or a folder or hub id; its
+    call arguments)."""
     thing = made(str(source))
     if not isinstance(thing, str):
         return thing, {}
@@ -187,8 +173,9 @@ def _unchanged(
     parts: Sequence[str] | None,
     others: dict[str, Any],
 ) -> Policy:
-    """The policy, if it has the adapters asked for, or none are, and nothing else is."""
-    own = policy.trainable
+    """Return the policy; ValueError where other adapters, parts or anything else is given with
+    it."""
+    own, names = policy.trainable, policy.trainable.part_names
     if isinstance(lora, Path):
         raise ValueError(f"the model is a Policy already; load {lora} by its load_lora")
     if given := [name for name, value in others.items() if value is not None]:
@@ -201,10 +188,10 @@ def _unchanged(
             f"the model is a Policy already, which {has}: leave lora= out, or in a config set"
             f" {mode}"
         )
-    if parts is not None and set(parts) != set(policy.trained or parts):
+    if parts is not None and set(parts) != set(names or parts):
         raise ValueError(
-            f"the model is a Policy already, which trains {' and '.join(policy.trained)}: set"
-            f" train.parts=[{','.join(policy.trained)}], or make it with parts=[...]"
+            f"the model is a Policy already, which trains {' and '.join(names)}: set"
+            f" train.parts=[{','.join(names)}], or make it with parts=[...]"
         )
     return policy
 
@@ -212,7 +199,8 @@ def _unchanged(
 def _check_fresh(
     pipe: Any, parts: Sequence[str], hints: Mapping[str, Any], *, adapted: bool
 ) -> None:
-    """ValueError for what is no pipeline, or none that can become a policy as it is."""
+    """ValueError for what is no pipeline, and for a pipeline that cannot become a policy as it
+    is."""
     if isinstance(pipe, type):
         raise ValueError(
             f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
@@ -235,10 +223,11 @@ def _check_fresh(
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the pipeline's call from a config or a command line; one that load_policy itself
-    has a name for -> ValueError."""
+    """Check arguments of the pipeline's call from a config or a command line, and return them;
+    ValueError for a name that load_policy itself takes."""
+    ours = inspect.signature(load_policy).parameters.keys() - {"pipeline_kwargs"}
     for name, value in given.items():
-        if name in LOADED_WITH:
+        if name in ours:
             raise ValueError(
                 f"model.pipeline.{name} is no argument of a pipeline's call; in a config the type"
                 " of the weights is model.dtype and the LoRA's settings are train.lora"
@@ -252,7 +241,8 @@ def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """A name of configs/model -> (its source, its call arguments); anything else as it is.
+    """Look up a name of configs/model -> (its source, its call arguments); anything else stays as
+    it is.
 
     "package:module/folder" points into an installed package. An unknown name -> ValueError.
     """
@@ -276,8 +266,8 @@ def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _pretrained(source: str, dtype: torch.dtype) -> Any:
-    """A pipeline from a folder or the hub; components that its index lists as absent (SD3 without
-    T5) stay absent."""
+    """Load a pipeline from a folder or the hub; components that its index lists as absent (SD3
+    without T5) stay absent."""
     from diffusers import DiffusionPipeline
 
     if source.startswith("package:"):
@@ -330,9 +320,8 @@ def _check_whole(source: str, pipe: Any) -> None:
 def _move(
     pipe: Any, device: torch.device | str, *, leave: bool, waiting: Sequence[nn.Module]
 ) -> None:
-    """The pipeline to a device; its own `to` asks each part for a dtype, which a plain nn.Module
-    does not have. leave: text encoders stay where they are, in host memory; waiting: so do
-    these."""
+    """Move the pipeline to a device. Its own `to` asks each part for a dtype, which a plain
+    nn.Module does not have. leave: text encoders stay in host memory; waiting: networks that do."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     staying = [part for part in parts if any(part is network for network in waiting)]
     if leave:
@@ -354,8 +343,8 @@ def _prepare(
     *,
     split: bool = False,
 ) -> Waiting | None:
-    """A pipeline in its type, its denoisers quantised, each layer on the device; None: as it is.
-    encoding, split: what of it is not put there, see load_policy."""
+    """Cast a pipeline to its type, quantise its denoisers and move it to the device; None: as it
+    is. encoding, split: what of it is not moved, see load_policy."""
     leave = encoding is not None and encoding.leave
     if dtype is not None:
         _cast(pipe, dtype)
@@ -370,15 +359,15 @@ def _prepare(
 
 
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
-    """Networks and text encoders to dtype; the VAE stays in fp32 for gradients and scores."""
+    """Cast networks and text encoders to dtype; the VAE stays in fp32 for gradients and scores."""
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and kind_of(part) == "none":
             cast(part, torch.float32 if name == "vae" else dtype)
 
 
 def cast(network: nn.Module, dtype: torch.dtype) -> None:
-    """A network's floating-point weights to a type, but for those that its class keeps in fp32, as
-    from_pretrained does (Wan's norms and time embedding, T5's outputs in fp16)."""
+    """Cast a network's floating-point weights to a type, but for those that its class keeps in
+    fp32, as from_pretrained does (Wan's norms and time embedding, T5's outputs in fp16)."""
     kept = set(getattr(network, "_keep_in_fp32_modules", None) or ())
     if isinstance(network, PreTrainedModel):
         strict = set(network._keep_in_fp32_modules_strict or ())

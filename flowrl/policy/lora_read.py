@@ -1,9 +1,9 @@
-"""What a LoRA file means, whoever trained it: the layers that it changes, and A and B of each.
+"""Read a LoRA file, whoever trained it: which layers it changes, and A and B of each.
 
-Names are looked for as they stand, whatever is before them and between their parts, and then as
-diffusers' own converter for the pipeline writes them. A file does W + scale B A: its scale is
-multiplied into B, so that adapters of any alpha take it. What a LoRA on Linear layers cannot do
-is refused by its name.
+Names are looked up as they stand, with any prefix and separator, and then as diffusers' own
+converter for the pipeline writes them. A file means W + scale B A: the scale is multiplied into B,
+so that adapters of any alpha can hold it. What a LoRA on Linear layers cannot do is refused by its
+name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 import flowrl.policy.weights.lora as lora
-from flowrl.policy.text import PART, text_encoders
-from flowrl.policy.weights.parts import TrainedParts, ending, weighted
+from flowrl.policy.text import text_encoders
+from flowrl.policy.weights.parts import TEXT, TrainedParts, part_of
+from flowrl.policy.weights.targets import ending, weighted
 from flowrl.runtime.log import quiet
 from flowrl.runtime.store.side_files import shortened
 from flowrl.runtime.text import printable
@@ -58,8 +59,8 @@ ONLY = (
 
 
 def read(parts: TrainedParts, path: str | Path, pipe: Any = None) -> dict[str, Tensor]:
-    """State of view "default" that does what the LoRA of a folder or file does; layers that it does
-    not change, and ranks beyond those of a layer, add nothing."""
+    """Return a state of the view "default" that does what the LoRA of a folder or file does; layers
+    that it does not change, and ranks beyond those of a layer, add nothing."""
     own = parts.tensors("default")
     state = {k: v * 0 if ".lora_B." in k else v.clone() for k, v in own.items()}
     rank, factor = parts.options["rank"], parts.options["alpha"] / parts.options["rank"]
@@ -85,22 +86,17 @@ def read(parts: TrainedParts, path: str | Path, pipe: Any = None) -> dict[str, T
 def fitting(
     pipe: Any, denoisers: Mapping[str, nn.Module], path: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """What load_policy takes for adapters that a file fits: lora and parts."""
+    """Return what load_policy takes for adapters that a file fits: lora and parts."""
     found = layers_of(path, denoisers, pipe)
     rank = max(len(a) for a, _ in found.values())
     own = {"rank": rank, "alpha": rank, "targets": sorted({name for _, name in found})}
-    return own, _trained(part for part, _ in found)
-
-
-def _trained(components: Iterable[str]) -> list[str]:
-    """train.parts that are these components."""
-    return sorted({PART if part.startswith(PART) else "denoiser" for part in components})
+    return own, sorted({part_of(part) for part, _ in found})
 
 
 def layers_of(
     path: str | Path, modules: Mapping[str, nn.Module], pipe: Any = None
 ) -> dict[Place, tuple[Tensor, Tensor]]:
-    """A (r, in) and B (out, r), with the scale, of each layer that a folder or file changes.
+    """Return A (r, in) and B (out, r), with the scale, of each layer that a folder or file changes.
     modules: networks that have files; other components of the pipeline are known as well."""
     out: dict[Place, tuple[Tensor, Tensor]] = {}
     names = lora.files_of(pipe, modules)
@@ -112,6 +108,7 @@ def layers_of(
         raw, configs = lora.opened(file)
         _check(file, raw, configs)
         places = _places(networks, names)
+        # A, B and perhaps alpha of each layer, whose keys lie anywhere in the file
         halves: dict[Place, dict[str, Tensor]] = {}
         for key, tensor in _placeable(file, raw, places, pipe).items():
             layer, half = _split(key)
@@ -131,8 +128,8 @@ def layers_of(
 
 
 def _scale(layer: str, rank: int, config: Mapping[str, Any], alpha: Tensor | None) -> float:
-    """What B A of a layer is multiplied by: alpha / rank, and 1 without an alpha, as in
-    diffusers. An alpha in the weights is the layer's own."""
+    """Return what B A of a layer is multiplied by: alpha / rank, and 1 without an alpha, as in
+    diffusers. An alpha in the weights holds for its layer alone."""
     from peft.utils.other import get_pattern_key
 
     if alpha is not None:
@@ -164,7 +161,7 @@ def _squashed(name: str) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """A key of a file -> the layer that it names, and which part of it is there, A, B or alpha;
+    """Split a key of a file -> the layer that it names, and what it holds, "A", "B" or "alpha";
     ("", "") for a key of another kind."""
     whole = OLDEST.sub(r".\1.lora.\2.", key.replace(".processor.", "."))
     alone = whole.removesuffix(".alpha")
@@ -175,19 +172,19 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def _places(networks: Mapping[str, nn.Module], denoisers: Collection[str]) -> dict[str, Place]:
-    """Where the names of files lie: with what stands before a component's, and as it was called
-    in older layouts."""
+    """Return the layers that names in files may mean: with every prefix of a component, and by the
+    names of older layouts."""
     out: dict[str, Place] = {}
     for part, network in networks.items():
         before = [part]
-        if part.startswith(PART):
+        if part.startswith(TEXT):
             number = part.removeprefix("text_encoder_") if part != "text_encoder" else "1"
             before += [f"lora_te{number}", *["lora_te", "base_model_model"] * (number == "1")]
         elif part in denoisers or lora.slot_of(part) in lora.SLOTS:
             before += [lora.slot_of(part), *PREFIXES]
         for name, _ in weighted(network):
             alike = {name, re.sub(r"\bto_out\.0$", "to_out", name)}
-            if part.startswith(PART):
+            if part.startswith(TEXT):
                 plain = name.removeprefix("text_model.")
                 alike = {plain, re.sub(r"\b(q|k|v|out)_proj$", r"to_\1", plain)}
                 alike |= {f"text_model.{other}" for other in alike}
@@ -200,8 +197,8 @@ def _places(networks: Mapping[str, nn.Module], denoisers: Collection[str]) -> di
 def _placeable(
     file: Path, raw: dict[str, Tensor], places: Mapping[str, Place], pipe: Any
 ) -> dict[str, Tensor]:
-    """The weights of a file under names that are known here: their own, or those that diffusers'
-    converter gives them."""
+    """Return the weights of a file under names that are known here: their own, or those that
+    diffusers' converter gives them."""
     lost, why = _lost(raw, places), ""
     if lost and hasattr(pipe, "lora_state_dict"):
         config = getattr(getattr(pipe, "unet", None), "config", None)
@@ -229,8 +226,8 @@ def _lost(raw: Mapping[str, Tensor], places: Mapping[str, Place]) -> list[str]:
 
 
 def _wrong(raw: Mapping[str, Tensor], lost: list[str], why: str, pipe: Any) -> str:
-    """What is wrong with a file some of whose keys are not known. why: what diffusers' converter
-    said of these, where it failed."""
+    """Say what is wrong with a file some of whose keys are not known. why: the error of diffusers'
+    converter, where it failed."""
     first, some = printable(lost[0], 80), len(lost) < len(raw)
     if odd := [key for key in lost if not _split(key)[0]]:
         return f"holds {printable(odd[0], 80)}, which is no LoRA (modules_to_save?): {ONLY}"
@@ -257,8 +254,8 @@ def _check_places(
     """ValueError where layers of a file have no adapter here, with the setting that gives it."""
     places = list(found)
     for part in (part for part, _ in places if part not in parts.modules):
-        known = text_encoders(pipe) if part.startswith(PART) else lora.SLOTS
-        wanted = ", ".join(_trained([*parts.modules, part]))
+        known = text_encoders(pipe) if part.startswith(TEXT) else lora.SLOTS
+        wanted = ", ".join(sorted({*parts.part_names, part_of(part)}))
         fix = f": set train.parts=[{wanted}] (load_policy(parts=[...]))"
         if lora.slot_of(part) not in known:
             fix = f" by flowrl: {ONLY}"

@@ -53,10 +53,14 @@ LOOKED = 50_000  # prompts at once whose length is looked at
 
 
 class PipelinePolicy(Policy):
-    """See Policy. kwargs: arguments of the pipeline's own call, for recording and all after it.
-    example: conditions of one prompt, by which the loop is recorded. parts: what is trained,
-    "denoiser", "text_encoder" or both. encoding: how prompts are encoded. waiting: its networks,
-    where they wait in host memory to be split."""
+    """A diffusers pipeline as a policy.
+
+    adapter: options of the LoRA, the file of one, or None to train all weights. kwargs: arguments
+    of the pipeline's own call, which hold for the policy's life. example: conditions of one prompt,
+    by which the loop is recorded. parts: what is trained, "denoiser", "text_encoder" or both.
+    encoding: how prompts are encoded. waiting: its networks, where they wait in host memory to be
+    split.
+    """
 
     def __init__(
         self,
@@ -68,6 +72,7 @@ class PipelinePolicy(Policy):
         encoding: Encoding | None = None,
         waiting: Waiting | None = None,
     ) -> None:
+        # what is trained, and checks that need no run of the pipeline
         self.pipe, file = pipe, adapter
         if isinstance(adapter, Path):
             adapter, parts = lora_read.fitting(pipe, denoisers_of(pipe, hints_for(pipe)), adapter)
@@ -80,7 +85,8 @@ class PipelinePolicy(Policy):
                 part.eval().requires_grad_(False)
                 if hasattr(part, "peft_config"):
                     save_merged(part)
-        self._schedules: dict[int, Schedule] = {}
+        # record and infer
+        self._schedules: dict[int, Schedule] = {}  # by number of steps
         self._readers: list[Reader] | None = None
         self._looked: set[str] = set()  # prompts whose length was looked at
         runner = Runner(pipe, kwargs, hints_for(pipe), encoding, waiting)
@@ -93,7 +99,7 @@ class PipelinePolicy(Policy):
         calls = self._calls() if adapter is not None else []
         self.came = list(zip(calls, self._answered(calls), strict=True))
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
-        super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
+        super().__init__(runner.denoisers, adapter, self.replay.shape, trained, self.turns)
         if waiting is not None:
             waiting.bring_adapters()
         self.encodings: Encodings | None = None
@@ -124,7 +130,7 @@ class PipelinePolicy(Policy):
             self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
 
     def _calls(self) -> list[DenoiserCall]:
-        """A call to each network of the loop that has adapters already."""
+        """Record a call to each network of the loop that came with adapters."""
         own = self.prober.runner.denoisers
         adapted = [name for name, network in own.items() if standing([network])]
         iterations = self.prober.run(self.prober.rows(1), self.steps) if adapted else []
@@ -138,8 +144,8 @@ class PipelinePolicy(Policy):
         return [prediction_of(output, runner.streams).float() for output in each]
 
     def untouched(self) -> float | None:
-        """How far networks without what is trained are from what they were when they came with
-        adapters; None where none did."""
+        """The relative error of networks that came with adapters, once what is trained is off,
+        against what they answered before; None where none came with adapters."""
         if not self.came:
             return None
         with self.view("reference"):
@@ -147,8 +153,8 @@ class PipelinePolicy(Policy):
         return max(map(relative, now, (was for _, was in self.came)))
 
     def _check_body(self, why: str) -> None:
-        """What could not be inferred is the reason, where the loop's own body does not hold
-        either."""
+        """Raise `why`, what could not be inferred, where the self-check of the loop's own body
+        fails as well."""
         try:
             self.self_check()
         except UnreplayableError as error:
@@ -179,7 +185,8 @@ class PipelinePolicy(Policy):
         return bind(self.prober, self.replay, self.steps, items, grad=grad)
 
     def _check_own(self, conditions: Mapping[str, Any]) -> None:
-        """ValueError for what the pipeline's call does not take, or what is the sampler's."""
+        """ValueError for conditions that the pipeline's call does not take, and for a guidance
+        scale, which is the sampler's."""
         if self.encodings:
             check_encoded(conditions)
         parameters = self.prober.runner.parameters
@@ -211,7 +218,7 @@ class PipelinePolicy(Policy):
         return said
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """ValueError where a column of prompts that is no condition looks like a misspelt one."""
+        """ValueError where the name of a column of prompts looks like a misspelt condition."""
         taken = [name for name in self.prober.runner.parameters if is_own(name)]
         for name in names:
             near = difflib.get_close_matches(name.strip().lower(), taken, 1, cutoff=0.8)
@@ -240,7 +247,8 @@ class PipelinePolicy(Policy):
         return self._readers
 
     def _picture(self, item: PromptItem) -> Tensor | None:
-        """x0 (*L) of the picture that the loop starts from; None where it starts from noise."""
+        """Return x0 (*L) of the picture that the loop starts from; None where it starts from
+        noise."""
         sigma = self.schedule(self.steps).sigmas[0]
         mean = self.prober.start(item, self.steps).mean
         if mean is None or not self.prober.runner.single or sigma > 1 - 1e-3:
@@ -280,8 +288,8 @@ class PipelinePolicy(Policy):
         return self.coords.velocity(prediction, request.x, request.sigma), network_rows
 
     def _combine(self, which: int, outs: list[Tensor], request: Request) -> Tensor:
-        """Feed real outputs through the pipeline's own combination, once for each sigma: a loop has
-        one time for all its rows."""
+        """Combine real outputs by the pipeline's own loop body, once for each sigma, since a loop
+        has one time for all its rows."""
         x, sigma, cond, rows = request.x, request.sigma, request.cond, request.rows
         levels = sigma.unique()
         if len(levels) == 1:
@@ -296,15 +304,15 @@ class PipelinePolicy(Policy):
         return mixed
 
     def _steps_with(self, sigma: float) -> int:
-        """The number of steps of the schedule that holds sigma: guidance may follow it."""
+        """The number of steps of the schedule that holds sigma, as guidance may follow the step."""
         for steps, known in reversed(self._schedules.items()):
             if (known.sigmas - sigma).abs().min() < 2e-7:
                 return max(steps, 3)
         return self.steps
 
     def _answers(self, which: int, outs: list[Tensor]) -> dict[tuple[str, int], Tensor]:
-        """Raw outputs of a regime's branches as its networks give them: (component, n-th call) ->
-        (blocks, n, repeats, ...)."""
+        """Arrange raw outputs of a regime's branches as its networks give them: (component, n-th
+        call) -> (blocks, n, repeats, ...)."""
         left = list(outs)
         answers: dict[tuple[str, int], Tensor] = {}
         for plan in self.replay.regimes[which].calls:
@@ -361,16 +369,16 @@ class PipelinePolicy(Policy):
         prompts: list[str],
         conditions: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor:
-        """Slow referee: velocity (P, *L) of the pipeline's own loop body, row i of x with
-        prompts[i] and its conditions, one sigma for all."""
+        """Compute the velocity (P, *L) by the pipeline's own loop body, row i of x with prompts[i]
+        and its conditions, one sigma for all: slow, to compare the replay with."""
         s = torch.as_tensor(sigma, dtype=torch.float64).reshape(()).cpu()
         items = items_of(prompts, conditions)
         prediction = reenter(self.prober, self.coords, self.steps, x, s, items)
         return self.coords.velocity(prediction, x, s)
 
     def self_check(self) -> SelfCheck:
-        """Replay against the pipeline itself; the first comparison that fails is named in an
-        UnreplayableError."""
+        """Compare the replay with the pipeline itself; the first comparison that fails is named in
+        an UnreplayableError."""
         try:
             return self_check(self)
         except Exception as error:
@@ -382,7 +390,7 @@ class PipelinePolicy(Policy):
             ) from error
 
     def describe(self) -> str:
-        """The inferred call as Python source."""
+        """Write the inferred call as Python source."""
         why = self.replay.why if isinstance(self.replay, BodyReplay) else None
         return describe(self.replay, why)
 
@@ -391,4 +399,5 @@ class PipelinePolicy(Policy):
         text = self.trainable.modules.keys() - self.networks.keys()
         if not hasattr(self.pipe, "save_lora_weights") or not text <= lora.placed_in(self.pipe):
             return super().save_lora(folder)
-        return lora.save(self.pipe, self._needs_lora(), folder)
+        self.trainable.needs_lora()
+        return lora.save(self.pipe, self.trainable, folder)

@@ -1,4 +1,4 @@
-"""Trained text encoders (TexForce, arXiv:2311.15657): prompts are encoded by the weights in use.
+"""Trained text encoders (TexForce, arXiv:2311.15657): the weights in use encode the prompts.
 
 What a prompt becomes changes with the weights of its encoder, with the view that is computed with,
 and needs a gradient in a loss. So a policy whose text encoders are trained keeps no encoding longer
@@ -20,9 +20,8 @@ from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.record import Encoding
 from flowrl.policy.weights.lora import placed_in
-from flowrl.policy.weights.parts import TrainedParts
+from flowrl.policy.weights.parts import TEXT, TrainedParts
 
-PART = "text_encoder"
 KEPT = 3  # encodings of the same prompts by other weights: the old policy, the reference, ...
 
 Encode = Callable[[Sequence[PromptItem], bool], Cond]  # (prompts, whether with a gradient)
@@ -34,7 +33,7 @@ def text_encoders(pipe: Any) -> dict[str, nn.Module]:
     found = {
         name: part
         for name, part in pipe.components.items()
-        if name.startswith(PART) and isinstance(part, nn.Module)
+        if name.startswith(TEXT) and isinstance(part, nn.Module)
     }
     if not found:
         raise ValueError(
@@ -65,7 +64,7 @@ def check_staying(encoding: Encoding) -> None:
 
 
 class Encodings:
-    """What prompts become by the weights in use.
+    """Encodes prompts by the weights in use.
 
     parts: all that is trained; modules: the text encoders among it.
     """
@@ -74,12 +73,12 @@ class Encodings:
         self.parts, self.modules, self.encode = parts, modules, encode
 
     def new(self, items: Sequence[PromptItem]) -> Cond:
-        """Prompts, encoded without a gradient."""
+        """Encode prompts without a gradient."""
         return replace(self.encode(items, False), weights=self._weights())
 
     def request(self, request: Request) -> Request:
-        """The same request, its prompts encoded by the weights in use: with a gradient where one is
-        taken, else once for as long as these weights stay."""
+        """Return the request with its prompts encoded by the weights in use: with a gradient where
+        one is taken, else once for as long as these weights stay."""
         cond, weights = request.cond, self._weights()
         if torch.is_grad_enabled() and self.parts.active == "default":
             rows, at = request.rows.unique(return_inverse=True)
@@ -104,8 +103,8 @@ class Encodings:
             )
 
     def _weights(self) -> tuple[Any, ...]:
-        """What tells the weights in use from others: where they lie, and how often they were
-        written."""
+        """A key of the weights in use, which changes with them: where they lie, and how often they
+        were written."""
         view = self.parts.active
         if view == "reference" and self.parts.lora is not None:
             return (view,)

@@ -50,7 +50,7 @@ def media_of(
     whose: a conditioning, and the row (B,) of it that each state belongs to.
     """
     assert bool((sigma == sigma[0]).all())
-    policy.rest()  # the denoiser may make room for the VAE
+    policy.turns.rest()  # the denoiser may make room for the VAE
     for i in range(0, len(x), decode):
         rows = slice(i, min(i + decode, len(x)))
         with ledger.phase("decode"), ledger.work("vae"):

@@ -45,7 +45,7 @@ def check_weight(policy: Policy, w: float) -> None:
         raise ValueError(
             f"rlg={w} compares the policy with its reference, and this one trains all weights and"
             " keeps no copy of the old ones; load it with lora={...}, or call"
-            " policy.add_view('reference') before it is trained"
+            " policy.trainable.add_view('reference') before it is trained"
         )
 
 

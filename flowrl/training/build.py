@@ -172,9 +172,8 @@ def warn(setup: Setup, policy: Policy, prompts: tuple[Prompts, Prompts], *, proc
     warn_large(cfg, policy)
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
-    sentences = unused_options(cfg, algorithm, setup.plan, spare=spare)
-    policy.say_unread(guidances, prompts[0][0])
-    for sentence in sentences:
+    unread = policy.unread(guidances, prompts[0][0])
+    for sentence in (*unread, *unused_options(cfg, algorithm, setup.plan, spare=spare)):
         logger.warning(sentence)
 
 
@@ -245,9 +244,9 @@ def weights(setup: Setup, policy: Policy, accelerator: Accelerator) -> Weights:
         views.append("reference")
     for view in views:
         if policy.trainable.has(view):  # of a run before, of the same live policy
-            policy.copy_view("default", view)
+            policy.trainable.copy("default", view)
         else:
-            policy.add_view(view)
+            policy.trainable.add_view(view)
     parameters = {name: p for part in policy.parts.values() for name, p in part.items()}
     adamw = optimizer.make(cfg.optimizer, parameters.values())
     return Weights(

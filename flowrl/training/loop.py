@@ -184,7 +184,7 @@ class Trainer:
             self.algorithm.remember(observed)
         if self.views:
             for view, decay in self.algorithm.follow(self.learner.step, i).items():
-                self.policy.copy_view("default", view, decay=decay)
+                self.policy.trainable.copy("default", view, decay)
 
     def choose_observers(self) -> tuple[Observer, ...]:
         """Those that have something to say in this run, in the order in which all processes ask."""

@@ -12,6 +12,7 @@ from flowrl.config.schema import Config
 from flowrl.data.media import encoded
 from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
+from flowrl.policy.weights import heads
 from flowrl.policy.weights.lora import SETTINGS
 from flowrl.report import grids
 from flowrl.rollouts.velocity import passes
@@ -180,10 +181,10 @@ def export(parts: RunParts) -> None:
     """Write the averaged LoRA, with the settings that load it, and the small networks beside it."""
     policy, train = parts.source.policy, parts.setup.cfg.train
     with parts.weights.ema.swapped():
-        policy.save_heads(parts.path / "heads")
+        heads.save(policy.trainable.heads, parts.path / "heads")
         if train.mode == "lora" and policy.trainable.named():
             policy.save_lora(parts.path / "lora")
-            settings = {**train.lora.model_dump(), "parts": policy.trained}
+            settings = {**train.lora.model_dump(), "parts": policy.trainable.part_names}
             files.write(parts.path / "lora" / SETTINGS, json.dumps(settings))
 
 

@@ -105,8 +105,8 @@ def _tensors(trainer: Resumable) -> Tensors:
     if not trainer.iteration:
         return {}
     policy, weights = trainer.parts.source.policy, trainer.parts.weights
-    tensors = {"policy": policy.tensors("default"), "ema": weights.ema.state_dict()}
-    tensors |= {view: policy.tensors(view) for view in trainer.parts.setup.algorithm.views}
+    tensors = {"policy": policy.trainable.tensors("default"), "ema": weights.ema.state_dict()}
+    tensors |= {view: policy.trainable.tensors(view) for view in trainer.parts.setup.algorithm.views}
     tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
     if trainer.parts.source.buffer:
         tensors["replay"] = trainer.parts.source.buffer.state(trainer.iteration)
@@ -127,9 +127,9 @@ def load(trainer: Resumable, saved: Checkpoint) -> None:
 
 def _load_tensors(trainer: Resumable, saved: Checkpoint) -> None:
     parts, weights = trainer.parts, trainer.parts.weights
-    parts.source.policy.load_state("default", saved.group("policy"))
+    parts.source.policy.trainable.load("default", saved.group("policy"))
     for view in parts.setup.algorithm.views:
-        parts.source.policy.load_state(view, saved.group(view))
+        parts.source.policy.trainable.load(view, saved.group(view))
     weights.ema.load_state_dict(saved.group("ema"))
     checkpoint.unpack_optimizer(weights.adamw, weights.parameters, saved.group("optimizer"))
     if parts.source.buffer:  # replay.size may have been set since

@@ -137,7 +137,7 @@ class RewardSet:
         """On a policy's device; where its networks make room there (model.offload=all), in host
         memory until samples are scored."""
         turns = policy.turns
-        if self.ready is not None or turns is None or not turns.takes_scorers:
+        if self.ready is not None or not turns.takes_scorers:
             return self.to(policy.device)
         if self.features is not None:  # which compare samples after they are scored
             self.features.to(policy.device)

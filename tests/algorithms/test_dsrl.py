@@ -26,9 +26,9 @@ def make(**options):
 def moved(algorithm):
     """A policy whose Gaussian is not the standard normal."""
     own = policy(algorithm)
-    for weight in own.heads.named().values():
+    for weight in own.parts["initial_noise"].values():
         torch.nn.init.normal_(weight, std=0.4)
-    own.copy_view("default", "old")
+    own.trainable.copy("default", "old")
     return own
 
 
@@ -37,7 +37,7 @@ def test_at_the_start_samples_are_the_base_policys_bit_for_bit():
     own = policy(algorithm)
     rollout = roll_out(own, algorithm, steps=3)
     images = generate(own, TEXTS, steps=3)
-    own.set_heads(None)
+    own.trainable.set_heads(None)
     assert torch.equal(rollout.states, roll_out(own, algorithm, steps=3).states)
     assert torch.equal(images, generate(own, TEXTS, steps=3))
 
@@ -190,11 +190,11 @@ def test_generate_takes_the_head_of_a_run_as_it_takes_a_lora(tmp_path, monkeypat
     """And a folder with neither is refused."""
     monkeypatch.chdir(tmp_path)
     own = flowrl.load_policy("shapes-sd3")
-    own.set_heads(heads.make(make().heads, own.latent_shape, 0))
+    own.trainable.set_heads(heads.make(make().heads, own.latent_shape, 0))
     with torch.no_grad():
         for weight in own.parts["initial_noise"].values():
             weight += 0.3
-    own.save_heads("run/heads")
+    heads.save(own.trainable.heads, Path("run/heads"))
     words = ["generate", "shapes-sd3", "a red circle", "--steps", "2", "--guidance", "none"]
     assert small.invoke(*words, "-o", "plain.png").exit_code == 0
     assert small.invoke(*words, "--lora", "run", "-o", "moved.png").exit_code == 0

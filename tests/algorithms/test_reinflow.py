@@ -28,7 +28,7 @@ def make(**options):
 
 def prepared(algorithm, lora=None, **how):
     own = policy(algorithm, lora)
-    for weight in own.heads.named().values():
+    for weight in own.parts["step_noise"].values():
         torch.nn.init.normal_(weight, std=0.3)
     rollout = roll_out(own, algorithm, **how)
     rewards = rewards_of(nearness(rollout.leaves, rollout.group))

@@ -41,10 +41,10 @@ def policy(algorithm, lora=None):
     """With the algorithm's heads; the network itself is frozen where the algorithm leaves it."""
     torch.manual_seed(0)
     made = flowrl.load_policy(Net(), shape=(2,), cond=cond, lora=lora)
-    made.freeze(not algorithm.trains_network)
-    made.set_heads(heads.make(algorithm.heads, (2,), seed=0))
+    made.trainable.freeze(not algorithm.trains_network)
+    made.trainable.set_heads(heads.make(algorithm.heads, (2,), seed=0))
     for view in algorithm.views:
-        made.add_view(view)
+        made.trainable.add_view(view)
     return made
 
 
@@ -98,5 +98,5 @@ def learn(algorithm, rewards_of, *, iterations, lr, **how):
         )
         optimizer.step()
         for view, decay in algorithm.follow(i + 1, i).items():
-            own.copy_view("default", view, decay=decay)
+            own.trainable.copy("default", view, decay=decay)
     return own, history

@@ -60,10 +60,10 @@ def test_names_views_and_values_stay_and_nothing_is_compiled_twice():
     """Gradient or none, and three views; then the same again, after an optimizer step and with rows
     that do not fill a forward."""
     policy, plain = (tiny.policy("wan21", lora=LORA) for _ in range(2))
-    plain.load_state("default", policy.state())
+    plain.trainable.load("default", policy.state())
     names = list(policy.trainable.named())
     for made in (policy, plain):
-        made.add_view("old")
+        made.trainable.add_view("old")
     policy.compile_blocks()
     adamw = torch.optim.AdamW(policy.trainable.named().values(), lr=1e-2)
 
@@ -80,7 +80,7 @@ def test_names_views_and_values_stay_and_nothing_is_compiled_twice():
     before = compiled_graphs()
     assert before > 0
     adamw.step()
-    plain.load_state("default", policy.state())
+    plain.trainable.load("default", policy.state())
     pass_over((4, 3, 2))
     assert compiled_graphs() == before
     assert policy.compiled.sizes == {4} and list(policy.trainable.named()) == names
@@ -92,14 +92,14 @@ def test_names_views_and_values_stay_and_nothing_is_compiled_twice():
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_quantised_blocks_are_compiled_and_leave_and_come_back(kind):
     policy, plain = (tiny.policy("flux", lora=LORA, quantize=kind) for _ in range(2))
-    plain.load_state("default", policy.state())
+    plain.trainable.load("default", policy.state())
     policy.compile_blocks()
-    policy.offload_denoiser()
+    policy.turns.offload(policy.networks)
     for _ in range(2):
         with torch.no_grad():
             expected = velocity(plain)
             assert torch.allclose(velocity(policy), expected, atol=1e-5 * expected.abs().max())
-        policy.rest()
+        policy.turns.rest()
     grads = []
     for made in (policy, plain):
         velocity(made).square().sum().backward()

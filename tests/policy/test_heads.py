@@ -30,7 +30,7 @@ def module_policy(lora=None):
 
 def with_heads(lora=None, options=NOISE, seed=0):
     policy = module_policy(lora)
-    policy.set_heads(heads.make(options, (2,), seed))
+    policy.trainable.set_heads(heads.make(options, (2,), seed))
     return policy
 
 
@@ -76,13 +76,13 @@ def test_first_values_are_functions_of_the_seed_and_the_name():
 @pytest.mark.parametrize("lora", [None, {"rank": 1, "alpha": 1}])
 def test_views_hold_heads_too_and_the_reference_is_how_they_began(lora):
     policy = with_heads(lora)
-    policy.add_view("old")
+    policy.trainable.add_view("old")
     if lora is None:
-        policy.add_view("reference")
+        policy.trainable.add_view("reference")
     weight = policy.parts["step_noise"]["step_noise.layers.4.bias"]
     began = weight.detach().clone()
     weight.data.fill_(1.0)
-    policy.copy_view("default", "old", decay=0.5)
+    policy.trainable.copy("default", "old", decay=0.5)
     seen = {}
     for name in ("default", "old", "reference"):
         with policy.view(name):
@@ -95,14 +95,14 @@ def test_state_holds_both_and_is_loaded_strictly():
     policy, other = with_heads({"rank": 1, "alpha": 1}), with_heads({"rank": 1, "alpha": 1}, seed=1)
     state = policy.state()
     assert {name.partition(".")[0] for name in state} == {"module", "step_noise"}
-    other.load_state("default", state)
+    other.trainable.load("default", state)
     assert all(torch.equal(state[name], value) for name, value in other.state().items())
     lost = {k: v for k, v in state.items() if k != "step_noise.layers.0.bias"}
     with pytest.raises(ValueError, match=r"missing \['step_noise.layers.0.bias'\]"):
-        other.load_state("default", lost)
-    other.set_heads(None)
+        other.trainable.load("default", lost)
+    other.trainable.set_heads(None)
     with pytest.raises(ValueError, match="step_noise"):
-        other.load_state("default", state)
+        other.trainable.load("default", state)
 
 
 def test_the_lora_file_has_no_heads(tmp_path):
@@ -111,25 +111,27 @@ def test_the_lora_file_has_no_heads(tmp_path):
     plain = module_policy({"rank": 1, "alpha": 1})
     plain.load_lora(tmp_path)
     policy.load_lora(tmp_path)  # its heads stay
-    assert policy.heads.modules and not plain.heads.modules
-    assert [file.name for file in policy.save_heads(tmp_path)] == ["step_noise.safetensors"]
+    assert policy.trainable.heads and not plain.trainable.heads
+    assert [file.name for file in heads.save(policy.trainable.heads, tmp_path)] == [
+        "step_noise.safetensors"
+    ]
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 1, "alpha": 1}])
 def test_a_frozen_policy_trains_its_heads_alone_and_thaws(lora):
     policy = with_heads(lora)
     own = {id(p) for p in policy.parts["denoiser"].values()}
-    policy.freeze()
-    policy.freeze()
+    policy.trainable.freeze()
+    policy.trainable.freeze()
     assert set(policy.parts) == {"step_noise"} and set(policy.state()) == set(
         policy.parts["step_noise"]
     )
     assert not any(p.requires_grad for p in policy.modules["module"].parameters())
-    policy.add_view("old")
-    policy.load_state("old", policy.state())
+    policy.trainable.add_view("old")
+    policy.trainable.load("old", policy.state())
     with pytest.raises(ValueError, match="own weights are not trained"):
         policy.trainable.load("default", {"module.layer.weight": torch.ones(2, 5)})
-    policy.freeze(False)
+    policy.trainable.freeze(False)
     assert {id(p) for p in policy.parts["denoiser"].values()} == own
     assert all(p.requires_grad for p in policy.parts["denoiser"].values())
 

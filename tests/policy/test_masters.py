@@ -80,17 +80,17 @@ def test_copies_follow_every_way_to_write_a_weight():
     """Loading, an optimizer step (also one that is not counted as a write), averages, moved data,
     freezing, and views: always the velocity of a policy that began with these weights."""
     policy, other = loaded(), loaded("sd3")
-    policy.add_view("old")
+    policy.trainable.add_view("old")
     start = velocity(policy)
 
     def check(now):
-        other.load_state("default", policy.state("default"))
+        other.trainable.load("default", policy.state("default"))
         with torch.no_grad():
             fresh = velocity(other)
         assert torch.equal(now, fresh) and not torch.equal(now, start)
 
     weights = list(policy.trainable.named().values())
-    policy.load_state("default", {k: v * 2 for k, v in policy.state().items()})
+    policy.trainable.load("default", {k: v * 2 for k, v in policy.state().items()})
     check(velocity(policy))
     with policy.view("old"):
         assert torch.equal(velocity(policy), start)
@@ -103,11 +103,11 @@ def test_copies_follow_every_way_to_write_a_weight():
     for w in weights:
         w.data = w.data + 0.1
     check(velocity(policy))
-    policy.freeze()
+    policy.trainable.freeze()
     assert not velocity(policy).requires_grad
-    policy.freeze(False)
+    policy.trainable.freeze(False)
     assert velocity(policy).requires_grad
-    policy.copy_view("default", "old", 0.5)
+    policy.trainable.copy("default", "old", 0.5)
     with policy.view("old"), torch.no_grad():
         assert not torch.equal(velocity(policy), start)
     with policy.view("reference"), torch.no_grad():
@@ -116,7 +116,7 @@ def test_copies_follow_every_way_to_write_a_weight():
 
 def test_equal_views_are_compared_once_until_one_is_written():
     policy = loaded(dtype=torch.float32)
-    policy.add_view("old")
+    policy.trainable.add_view("old")
     with Operators() as seen:
         assert policy.same("default", "old")
         pairs = seen.count["equal"]
@@ -126,7 +126,7 @@ def test_equal_views_are_compared_once_until_one_is_written():
     with torch.no_grad():
         next(iter(policy.trainable.named().values())).add_(1)
     assert not policy.same("default", "old")
-    policy.copy_view()
+    policy.trainable.copy()
     assert policy.same("default", "old")
 
 

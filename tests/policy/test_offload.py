@@ -51,8 +51,8 @@ def test_encoders_and_denoisers_that_leave_change_no_bit(name):
     plain = tiny.policy(name, lora={"rank": 2})
     expected = velocities(plain)
     policy = tiny.policy(name, lora={"rank": 2}, encoding=LEAVE)
-    policy.offload_denoiser()
-    policy.load_state("default", plain.state())
+    policy.turns.offload(policy.networks)
+    policy.trainable.load("default", plain.state())
     for made, wanted in zip(velocities(policy), expected, strict=True):
         assert torch.equal(made, wanted)
     turns = policy.turns
@@ -73,9 +73,9 @@ def test_denoisers_never_meet_the_encoders_not_even_when_a_policy_is_made(kind, 
     plain = tiny.policy("sd3", lora={"rank": 2}, quantize=kind)
     apart = Encoding(leave=True, offload=True)
     policy = tiny.policy("sd3", lora={"rank": 2}, encoding=apart, quantize=kind)
-    policy.load_state("default", plain.state())
+    policy.trainable.load("default", plain.state())
     policy.self_check()
-    policy.rest()
+    policy.turns.rest()
     for made, wanted in zip(velocities(policy), velocities(plain), strict=True):
         assert torch.equal(made, wanted)
     assert met and not any(met) and policy.turns.denoisers.visits > 2
@@ -83,10 +83,10 @@ def test_denoisers_never_meet_the_encoders_not_even_when_a_policy_is_made(kind, 
 
 def test_encoders_come_for_new_prompts_alone_and_take_the_place_of_the_denoiser():
     policy = tiny.policy("sd3", encoding=LEAVE)
-    policy.freeze()
+    policy.trainable.freeze()
     for p in policy.networks["transformer"].parameters():
         p.requires_grad_(False)
-    policy.offload_denoiser()
+    policy.turns.offload(policy.networks)
     turns, both = policy.turns, []
     embed = next(m for n, m in policy.pipe.text_encoder.named_modules() if "embed" in n)
     embed.register_forward_hook(lambda *call: both.append(turns.denoisers.here))
@@ -105,10 +105,10 @@ def test_a_gradient_is_that_of_weights_that_never_left():
     for leaves in (False, True):
         policy = tiny.policy("sd3", lora={"rank": 2})
         if leaves:
-            policy.offload_denoiser()
+            policy.turns.offload(policy.networks)
         state = {k: torch.full_like(v, 0.1) for k, v in policy.state().items()}
-        policy.load_state("default", state)
-        policy.rest()
+        policy.trainable.load("default", state)
+        policy.turns.rest()
         cond = policy.encode(tiny.PROMPTS)
         x = torch.randn((2, *policy.latent_shape), generator=torch.Generator().manual_seed(0))
         policy.velocity(x, 0.7, cond, torch.arange(2)).square().sum().backward()
@@ -118,11 +118,11 @@ def test_a_gradient_is_that_of_weights_that_never_left():
 
 def test_an_adapter_that_is_added_while_the_weights_are_away_is_where_they_compute():
     policy = tiny.policy("sd3", lora={"rank": 2})
-    policy.offload_denoiser()
-    policy.rest()
-    policy.add_view("old")
-    assert policy.turns.denoisers.here
-    assert all(not p.isnan().any() for p in policy.trainable.tensors("old").values())
+    policy.turns.offload(policy.networks)
+    policy.turns.rest()
+    policy.trainable.add_view("old")
+    added = policy.trainable.tensors("old").values()
+    assert all(p.device == policy.device and not p.isnan().any() for p in added)
 
 
 def test_a_pipeline_computes_where_it_is_told_and_its_class_is_as_it_was():
@@ -144,7 +144,7 @@ class Odd(torch.Tensor):
 def test_what_cannot_leave_is_refused():
     policy = load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond)
     with pytest.raises(ValueError, match="are trained, and only frozen ones are moved"):
-        policy.offload_denoiser()
+        policy.turns.offload(policy.networks)
     odd = nn.Linear(2, 2).requires_grad_(False)
     odd.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Odd), requires_grad=False)
     with pytest.raises(ValueError, match="are Odd, and only whole ones and those of"):

@@ -181,7 +181,7 @@ class Gaussian(tiny.GaussianFlow):
 def tuned(*, shift=0.0, std=0.5):
     """The policy of N(cond + shift, std^2), whose reference is N(cond, .25)."""
     policy = load_policy(Gaussian(), shape=(2,), cond=tiny.toy_cond)
-    policy.add_view("reference")
+    policy.trainable.add_view("reference")
     (module,) = policy.modules.values()
     module.shift.data += shift
     module.std.data.fill_(std)

@@ -71,7 +71,7 @@ def test_views_state_and_files_work_for_modules(lora, tmp_path):
     policy = fresh()
     x, cond, rows = torch.randn(4, 2), policy.encode(tiny.PROMPTS), torch.tensor([0, 1, 1, 0])
     start = policy.velocity(x, 0.5, cond, rows).detach()
-    policy.add_view("old")
+    policy.trainable.add_view("old")
     with torch.no_grad():
         for p in policy.parts["denoiser"].values():
             p.add_(0.1)
@@ -82,7 +82,7 @@ def test_views_state_and_files_work_for_modules(lora, tmp_path):
     moved.sum().backward()
     assert all(p.grad is not None for p in policy.parts["denoiser"].values())
     other = fresh()
-    other.load_state("default", policy.state())
+    other.trainable.load("default", policy.state())
     assert torch.allclose(other.velocity(x, 0.5, cond, rows), moved)
     if lora:
         policy.save_lora(tmp_path)

@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from flowrl.policy import load_policy
 from flowrl.policy.weights import lora
+from flowrl.policy.weights.recompute import recompute
 
 LORA = {"rank": 2, "alpha": 4}
 
@@ -76,7 +77,7 @@ def test_reference_is_the_untrained_network_and_old_is_a_frozen_copy(name):
     policy = stirred(name)
     with torch.no_grad():
         now = velocity(policy)
-        policy.add_view("old")
+        policy.trainable.add_view("old")
         with policy.view("old"):
             assert torch.equal(velocity(policy), now)
         for p in policy.parts["denoiser"].values():
@@ -99,16 +100,16 @@ def test_reference_is_the_untrained_network_and_old_is_a_frozen_copy(name):
 def test_copy_view_moves_the_old_weights_by_one_minus_decay(lora):
     """old = 0.9 old + 0.1 default, per parameter."""
     policy = tiny.policy("flux", lora=lora)
-    policy.add_view("old")
+    policy.trainable.add_view("old")
     before = policy.state("old")
     with torch.no_grad():
         for p in policy.parts["denoiser"].values():
             p.add_(1.0)
-    policy.copy_view("default", "old", decay=0.9)
+    policy.trainable.copy("default", "old", decay=0.9)
     assert all(
         torch.allclose(v, before[k] + 0.1, atol=1e-5) for k, v in policy.state("old").items()
     )
-    policy.copy_view()
+    policy.trainable.copy()
     assert all(torch.equal(v, policy.state("default")[k]) for k, v in policy.state("old").items())
 
 
@@ -118,7 +119,7 @@ def test_full_mode_trains_all_weights_and_views_swap_copies():
     assert len(policy.parts["denoiser"]) == len(list(network.parameters()))
     with pytest.raises(ValueError, match="add_view\\('reference'\\)"), policy.view("reference"):
         pass
-    policy.add_view("reference")
+    policy.trainable.add_view("reference")
     with torch.no_grad():
         start = velocity(policy)
         for p in policy.parts["denoiser"].values():
@@ -168,14 +169,14 @@ def test_full_mode_trains_bf16_networks_in_fp32(name):
 
 def test_state_is_loaded_strictly():
     policy, other = stirred("sd3"), tiny.policy("sd3", lora=LORA)
-    other.load_state("default", policy.state("default"))
+    other.trainable.load("default", policy.state("default"))
     assert torch.equal(velocity(policy), velocity(other))
     state = policy.state("default")
     name = next(iter(state))
     with pytest.raises(ValueError, match="1 names missing"):
-        other.load_state("default", {k: v for k, v in state.items() if k != name})
+        other.trainable.load("default", {k: v for k, v in state.items() if k != name})
     with pytest.raises(ValueError, match="another rank"):
-        other.load_state("default", {**state, name: state[name].repeat(2, 1)})
+        other.trainable.load("default", {**state, name: state[name].repeat(2, 1)})
     with pytest.raises(ValueError, match="no view 'old'.*add_view"):
         policy.state("old")
 
@@ -274,7 +275,7 @@ def test_gradient_checkpointing_changes_no_gradient():
     policy = stirred("sd3")
     grads = []
     for on in (False, True, 0.5):
-        policy.gradient_checkpointing(on)
+        recompute(policy.networks.values(), on)
         grads.append(
             torch.autograd.grad(
                 velocity(policy).square().mean(), list(policy.parts["denoiser"].values())

@@ -25,7 +25,7 @@ class Settings:
 @pytest.fixture(scope="module")
 def policy():
     policy = tiny.policy("sd15", lora={"rank": 2, "alpha": 2})
-    policy.add_view("old")
+    policy.trainable.add_view("old")
     return policy
 
 

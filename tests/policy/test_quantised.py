@@ -171,7 +171,7 @@ def test_weights_are_frozen_and_thawed_but_for_those_that_are_quantised(kind, na
     few = {key for key, p in own.items() if is_quantised(p)}
     assert few and few < own.keys()
     for on in (True, False, True):
-        policy.freeze(on)
+        policy.trainable.freeze(on)
         assert {key for key, p in own.items() if p.requires_grad} == (
             set() if on else own.keys() - few
         )

@@ -90,7 +90,7 @@ def test_a_new_lora_changes_nothing():
 )
 def test_only_what_is_trained_has_a_gradient(parts, components):
     policy = policy_of(parts=parts)
-    assert policy.trained == list(policy.parts) == parts
+    assert policy.trainable.part_names == list(policy.parts) == parts
     x, sigma, rows = at(policy)
     policy.velocity(x, sigma, policy.encode(PROMPTS), rows).square().sum().backward()
     named = [
@@ -110,7 +110,7 @@ def test_prompts_follow_the_weights_that_are_in_use():
     cond = policy.encode(PROMPTS)
     with torch.no_grad():
         before = policy.velocity(x, sigma, cond, rows)
-        policy.add_view("old")
+        policy.trainable.add_view("old")
         moved(policy)
         after = policy.velocity(x, sigma, cond, rows)
         assert torch.equal(after, policy.velocity(x, sigma, policy.encode(PROMPTS), rows))
@@ -163,7 +163,7 @@ def test_all_weights_of_a_text_encoder_are_trained_in_full_mode():
     policy = policy_of(lora=None)
     x, sigma, rows = at(policy)
     cond = policy.encode(PROMPTS)
-    policy.add_view("reference")
+    policy.trainable.add_view("reference")
     with torch.no_grad():
         before = policy.velocity(x, sigma, cond, rows)
         moved(policy)
@@ -208,7 +208,7 @@ def test_a_text_lora_composes_with_any_denoiser_lora(tmp_path):
     moved(denoiser, "denoiser")
     text.save_lora(tmp_path / "text")
     denoiser.save_lora(tmp_path / "denoiser")
-    both.load_state("default", {**text.state(), **denoiser.state()})
+    both.trainable.load("default", {**text.state(), **denoiser.state()})
     for order in (["text", "denoiser"], ["denoiser", "text"]):
         pipe = tiny.pipeline("sd15")
         for name in order:

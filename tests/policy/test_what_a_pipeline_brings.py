@@ -133,7 +133,7 @@ def test_what_a_pipeline_came_with_is_on_in_every_view_in_export_and_in_merge(ca
     narrow = policy.dtype == torch.bfloat16
     close = {"atol": 0.3 if narrow else 1e-4, "rtol": 0}
     assert torch.allclose(velocity(policy), alone, **close)
-    policy.add_view("old")
+    policy.trainable.add_view("old")
     move(policy)
     trained = velocity(policy)
     assert not torch.allclose(trained, alone, atol=0.5)
@@ -308,5 +308,5 @@ def test_generate_takes_a_lora_of_another_trainer(tmp_path):
     file, settings = lora_of(tmp_path / "style")
     assert file is None
     policy = flowrl.load_policy(str(tmp_path / "model"), height=16, width=16, **settings)
-    assert policy.trained == ["denoiser", "text_encoder"]
+    assert policy.trainable.part_names == ["denoiser", "text_encoder"]
     assert torch.allclose(velocity(policy), expected, atol=1e-4)

@@ -17,7 +17,7 @@ TEXTS = ["a red circle", "two blue squares"]
 @pytest.fixture(scope="module")
 def policy():
     made = load_policy("shapes-sd3", lora={"rank": 2, "alpha": 4})
-    made.add_view("old")
+    made.trainable.add_view("old")
     return made
 
 

@@ -28,7 +28,7 @@ def policy():
     made = load_policy("shapes-sd3", lora={"rank": 2}, device="cpu")
     cond = made.encode(["a red circle", "two blue squares"])
     made.schedule(STEPS)
-    made.add_view("old")
+    made.trainable.add_view("old")
     for group in cond.groups:
         group.kept, group.shared = (map_tensors(far.far, v) for v in (group.kept, group.shared))
     send(made.modules["transformer"])

@@ -40,7 +40,7 @@ class Gaussian(nn.Module):
 def tuned(mean=TUNED):
     """A policy at `mean` whose reference is at REFERENCE."""
     policy = ModulePolicy(Gaussian(REFERENCE), (2,))
-    policy.add_view("reference")
+    policy.trainable.add_view("reference")
     with torch.no_grad():
         policy.modules["module"].mean.copy_(mean)
     return policy
@@ -97,7 +97,7 @@ def test_gaussians_of_two_covariances_are_extrapolated_exactly_at_small_sigma_on
 
     At 0.5 that is -3.5 x, and the combined one is (2 - 2 / 0.3125) x = -4.4 x."""
     policy = ModulePolicy(Gaussian(torch.zeros(2), 1.0), (2,))
-    policy.add_view("reference")
+    policy.trainable.add_view("reference")
     x, s = torch.tensor([[1.0, -0.5]]), sigma
     with torch.no_grad():
         policy.modules["module"].variance.fill_(0.25)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
+from flowrl.policy.weights.recompute import recompute
 from flowrl.runtime.processes.world import World
 from flowrl.training.budget.planner import Planner
 from flowrl.training.budget.roofline import GIB, GPUS
@@ -92,7 +93,7 @@ def test_split_weights_come_once_a_forward_and_once_a_backward(mode, checkpointi
     if mode == "full":
         policy.networks[name].requires_grad_(True)
     cond, rows = policy.encode(["a red circle"]), torch.zeros(2, dtype=torch.int64)
-    policy.gradient_checkpointing(checkpointing)
+    recompute(policy.networks.values(), checkpointing)
     x = torch.randn(2, *policy.latent_shape)
     with fake_processes():
         policy.modules[name] = split(policy.networks[name], init_device_mesh("cpu", (SIZE,)))

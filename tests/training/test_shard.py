@@ -19,6 +19,7 @@ from flowrl.config.build import climbs
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.policy.weights.blocks import blocks
+from flowrl.policy.weights.recompute import recompute
 from flowrl.runtime.processes import shares
 from flowrl.runtime.processes import world as distributed
 from flowrl.training.checks import check_apart
@@ -90,7 +91,7 @@ def test_processes_that_call_other_networks_a_different_number_of_times_stay_in_
     """A UNet, a transformer with checkpointing, and a video model of two networks, of which a call
     takes the one for its noise level. Their gradients are those of all calls in one process."""
     policies = {name: tiny.policy(name, lora={"rank": 2}) for name in ("sd15", "sd3", "wan22")}
-    policies["sd3"].gradient_checkpointing(True)
+    recompute(policies["sd3"].networks.values(), True)
 
     def alone():
         out = {}
@@ -181,7 +182,7 @@ def test_all_weights_in_shares_are_trained_averaged_and_saved_as_by_one_process(
         weights = trainer.parts.weights
         moments = [weights.adamw.state[p]["exp_avg"] for p in weights.parameters.values()]
         kept = [*weights.parameters.values(), *weights.ema.average.values(), *moments]
-        kept += policy.tensors("old").values()
+        kept += policy.trainable.tensors("old").values()
         held = sum(shares.held(t).numel() for t in kept)
         read = [shares.whole(t).flatten() for t in kept]
         return {"held": torch.tensor(held / sum(t.numel() for t in kept)), "read": torch.cat(read)}

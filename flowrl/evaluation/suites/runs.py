@@ -128,7 +128,8 @@ def _evaluate(
     guidances = [sampling.guidance, baseline or "none"]
     for guidance in guidances:
         policy.branches(guidance)  # one that the model does not know is refused here
-    policy.say_unread(guidances, task.prompts[0])
+    for sentence in policy.unread(guidances, task.prompts[0]):
+        logger.warning(sentence)
     key = _key(task, cfg, sampling, baseline)
     journal = MeasureJournal(
         place / FOLDER / f"{task.name}.part.jsonl",

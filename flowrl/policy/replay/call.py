@@ -45,6 +45,23 @@ class Request:
         return replace(own, group=group, local=local)
 
 
+class LastRows:
+    """Rows of prompts as they were put on a device last: equal CPU rows get the same tensor again,
+    so that what is gathered by them is gathered once."""
+
+    def __init__(self) -> None:
+        self.known: tuple[Tensor, Tensor] | None = None  # on the CPU, on the device
+
+    def on(self, device: torch.device, rows: Tensor) -> Tensor:
+        """rows (n,) on this device."""
+        if rows.device.type != "cpu":
+            return rows
+        known = self.known
+        if known is None or known[1].device != device or not torch.equal(known[0], rows):
+            known = self.known = (rows.clone(), rows.to(device, non_blocking=True, copy=True))
+        return known[1]
+
+
 @dataclass(eq=False)
 class Replay:
     """The inferred loop body. boundaries[i]: regime i runs at times >= boundaries[i], the last

@@ -1,4 +1,4 @@
-"""A network's repeated blocks, compiled in place: names, LoRA keys, views and hooks stay.
+"""Compile a network's repeated blocks in place: names, LoRA keys, views and hooks stay.
 
 All blocks of a kind share one compiled graph for each batch size, view and kind of forward (with or
 without gradient). Shapes are static, so that kernels are fitted to them; the last rows of a batch,
@@ -7,11 +7,13 @@ which seldom fill a forward, are padded to a size that was seen before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from flowrl.policy.replay.call import Request
 from flowrl.policy.weights.blocks import blocks
 from flowrl.runtime.ledger import compiled_graphs
 from flowrl.runtime.log import logger
@@ -24,16 +26,33 @@ GRAPHS = 256  # most compiled graphs of a block; torch gives up after 8 and runs
 
 @dataclass(eq=False)
 class Compiled:
-    """The compiled blocks of a policy, and the batch sizes that they are compiled for."""
+    """A policy's compiled blocks, and what pads its batches to the sizes they are compiled for."""
 
-    blocks: list[nn.Module]
-    sizes: set[int] = field(default_factory=set)
+    blocks: list[nn.Module]  # modules that are compiled in place
+    sizes: set[int] = field(default_factory=set)  # numbers of rows that they were compiled for
     failed: bool = False  # the blocks run uncompiled
     forwards: int = 0  # so far
 
+    def run(
+        self, velocity: Callable[[Request], tuple[Tensor, int]], request: Request
+    ) -> tuple[Tensor, int]:
+        """velocity(request), on a batch of a size that the blocks are compiled for, and by
+        uncompiled blocks where they cannot be compiled."""
+        n = len(request.x)
+        if (size := self.size(n)) > n:  # the first rows again, whose results nobody reads
+            request = request.take(torch.arange(size, device=request.x.device) % n)
+        try:
+            v, rows = velocity(request)
+        except Exception as error:
+            if not self.gives_up(error):
+                raise
+            v, rows = velocity(request)
+        self.check()
+        return (v if size == n else v[:n]), rows
+
     def size(self, rows: int) -> int:
-        """How many rows a forward of `rows` rows is padded to: at most twice as many, and of a size
-        seen before, if there is one."""
+        """The number of rows to which a forward of `rows` rows is padded: at most twice as many,
+        and a size that was seen before, if there is one."""
         if self.failed:
             return rows
         fitting = [size for size in self.sizes if rows <= size <= 2 * rows]
@@ -47,7 +66,7 @@ class Compiled:
             block._compiled_call_impl = None
 
     def check(self) -> None:
-        """Say so where torch leaves the blocks as they are without a word, as on some machines."""
+        """Warn where torch silently leaves the blocks as they are, as it does on some machines."""
         self.forwards += 1
         idle = bool(self.blocks) and not self.failed  # a rehearsal pads rows and compiles nothing
         if idle and self.forwards == FORWARDS and not compiled_graphs():
@@ -58,7 +77,7 @@ class Compiled:
             )
 
     def gives_up(self, error: Exception) -> bool:
-        """Whether an error is the compiler's; if so, the blocks run uncompiled from now on."""
+        """Tell whether an error is the compiler's; if so, the blocks run uncompiled from now on."""
         if self.failed or not of_compiler(error):
             return False
         self.failed = True
@@ -71,7 +90,7 @@ class Compiled:
 
 
 def of_compiler(error: Exception) -> bool:
-    """Whether an error is one of compiling, or of a kernel of Triton's that does not start here."""
+    """Tell whether an error is one of compiling, or of a Triton kernel that does not start here."""
     from torch._dynamo.exc import TorchDynamoException
 
     theirs = type(error).__module__.partition(".")[0] == "triton"

@@ -1,4 +1,5 @@
-"""Small networks beside a policy's own: the noise of its steps, its initial noise.
+"""Heads: small networks that are trained beside a policy's own, for the noise of its steps or its
+initial noise.
 
 A head reads sinusoids of sigma and an embedding of the prompt, which fixed random directions bring
 to one width for all models. All its weights are trained, in fp32, without any gradient into the
@@ -11,6 +12,7 @@ over x_T (DSRL, arXiv:2506.15799).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.weights.lora import write
-from flowrl.policy.weights.parts import TrainedParts
 from flowrl.samplers import keys
 from flowrl.types import Transition
 
@@ -61,7 +62,7 @@ class PolicyHead(nn.Module):
             return self.layers(torch.cat([told, embedded], 1))
 
     def embedded(self, prompt: Tensor) -> Tensor:
-        """(n, d) -> (n, 64), of root mean square 1 or less."""
+        """Bring embeddings (n, d) to (n, 64), of root mean square 1 or less."""
         size = prompt.shape[1]
         if size not in self.directions:
             drawn = keys.gaussian(keys.key("features", torch.arange(size)), (WIDTH,))
@@ -107,7 +108,7 @@ class InitialNoise(PolicyHead):
         super().__init__(2 * torch.Size(self.grid).numel(), shape, options)
 
     def forward(self, prompt: Tensor | None, rows: int, device: torch.device) -> Transition:
-        """Of `rows` samples: mean and std (n, *L)."""
+        """Return the Gaussian of `rows` samples: mean and std (n, *L)."""
         at_noise = torch.ones(rows, device=device)
         bounded = nn.functional.softsign(self.outputs(at_noise, prompt))  # no corner holds it
         mean, log_std = bounded.chunk(2, 1)
@@ -118,7 +119,7 @@ class InitialNoise(PolicyHead):
         )
 
     def spread_out(self, cells: Tensor) -> Tensor:
-        """(n, all cells) -> (n, *L): the value of an entry's cell."""
+        """Give each entry the value of its cell: (n, all cells) -> (n, *L)."""
         value = cells.reshape(len(cells), *self.grid)
         for axis, (size, count) in enumerate(zip(self.shape, self.grid, strict=True), start=1):
             if size != count:
@@ -133,7 +134,7 @@ KINDS: dict[str, type[StepNoise | InitialNoise]] = {k.name: k for k in (StepNois
 def make(
     options: dict[str, dict[str, Any]], shape: tuple[int, ...], seed: int
 ) -> dict[str, PolicyHead]:
-    """Heads by name, whose first values are functions of the seed and their names."""
+    """Make heads, by name; their first values are functions of the seed and their names."""
     made: dict[str, PolicyHead] = {}
     for name, own in options.items():
         with torch.random.fork_rng():
@@ -143,7 +144,8 @@ def make(
 
 
 def on_shell(z: Tensor, noise: Tensor) -> Tensor:
-    """z (n, *L) with the norms of noise (n, *L): a generator knows noise of about sqrt(D)."""
+    """Scale z (n, *L) to the norms of noise (n, *L): a generator knows noise of norm about
+    sqrt(D)."""
     axes = tuple(range(1, z.ndim))
     sizes = (torch.linalg.vector_norm(t, dim=axes, keepdim=True) for t in (noise, z))
     wanted, own = sizes
@@ -154,12 +156,12 @@ def on_shell(z: Tensor, noise: Tensor) -> Tensor:
 # files
 
 
-def save(heads: TrainedParts, folder: Path) -> list[Path]:
-    """Each head's weights in a file of its own, with what makes it."""
+def save(heads: Mapping[str, nn.Module], folder: Path) -> list[Path]:
+    """Write each head's weights to a file, with what makes the head."""
     from safetensors.torch import save as packed
 
     files = []
-    for name, head in heads.modules.items():
+    for name, head in heads.items():
         weights = {k: p.detach().cpu().contiguous() for k, p in head.named_parameters()}
         told = {"head": json.dumps({"shape": head.shape, "options": head.options})}
         files.append(write(folder / f"{name}.safetensors", packed(weights, told)))
@@ -167,7 +169,7 @@ def save(heads: TrainedParts, folder: Path) -> list[Path]:
 
 
 def load(folder: Path, shape: tuple[int, ...]) -> dict[str, PolicyHead]:
-    """The heads of a folder that `save` wrote, for latents of this shape."""
+    """Load the heads of a folder that `save` wrote, for latents of this shape."""
     from safetensors import safe_open
 
     found = {name: file for name in KINDS if (file := folder / f"{name}.safetensors").is_file()}

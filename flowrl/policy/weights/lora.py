@@ -41,8 +41,9 @@ class Settings(FileModel):
 
 
 def files_of(pipe: Any, modules: Mapping[str, Any]) -> dict[str, str]:
-    """The file of each network's LoRA. One that the pipeline's file has no place for (Wan 2.2's
-    second) gets its own, as diffusers expects; where text encoders have none, one file is ours."""
+    """Name the file of each network's LoRA. A network that the pipeline's file has no place for
+    (Wan 2.2's second) gets its own, as diffusers expects; where text encoders have no place, all is
+    one file in our format."""
     places = placed_in(pipe)
     ours = any(name.startswith("text_encoder") and name not in places for name in modules)
     whole = {*modules} if ours or not places else places
@@ -50,20 +51,20 @@ def files_of(pipe: Any, modules: Mapping[str, Any]) -> dict[str, str]:
 
 
 def placed_in(pipe: Any) -> set[str]:
-    """Networks whose LoRA the pipeline's own file holds, in diffusers' format."""
+    """Names of networks whose LoRA the pipeline's own file holds, in diffusers' format."""
     save = getattr(pipe, "save_lora_weights", None)
     known = [] if save is None else inspect.signature(save).parameters
     return {name.removesuffix("_lora_layers") for name in known if name.endswith("_lora_layers")}
 
 
 def slot_of(name: str) -> str:
-    """What a network is called in a file: Wan 2.2's second as its first."""
+    """The name of a network in a file: Wan 2.2's second has that of the first."""
     return next((slot for slot in SLOTS if name.startswith(slot)), name)
 
 
 def exported(parts: TrainedParts) -> dict[str, Tensor]:
-    """The adapter by name with alpha / rank in B, so that it does the same by alpha = rank, which
-    is what readers take that see no alpha."""
+    """Return the adapter by name with alpha / rank in B, so that it does the same with alpha =
+    rank, which readers assume that see no alpha."""
     factor = parts.options["alpha"] / parts.options["rank"]
     return {
         name: (value * factor if ".lora_B." in name else value).cpu().contiguous()
@@ -96,7 +97,7 @@ def save(pipe: Any, parts: TrainedParts, folder: str | Path) -> Path:
 
 
 def _config(told: Mapping[str, Any]) -> dict[str, Any]:
-    """An adapter's config without the place of its base model; sets in order."""
+    """Return an adapter's config without the path of its base model; sets in order."""
     config = {key: sorted(v) if isinstance(v, set) else v for key, v in told.items()}
     return {**config, "base_model_name_or_path": None}
 
@@ -114,14 +115,14 @@ def write(file: Path, content: bytes) -> Path:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Settings of the adapters of exported weights, as `load_policy(lora=...)` takes them, and
+    """Read the settings of exported adapters, as `load_policy(lora=...)` takes them, and
     "parts"."""
     return side_files.read(path, Settings, again="export the LoRA again: resume its run")
 
 
 def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """The weights of a file, and configs of its adapters by what stands before their fields: of its
-    header, or of peft's file beside it."""
+    """Read the weights of a file, and configs of its adapters, from its header or from peft's file
+    beside it, by what stands before the names of their fields."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
@@ -147,8 +148,8 @@ def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
 
 
 def found(path: Path, name: str) -> Path:
-    """A file that a path stands for: itself, or in a folder the one of this name, or the only
-    one."""
+    """Find the file that a path stands for: itself, or in a folder the one of this name, or the
+    only one."""
     if path.is_file() and name != FILE:
         path = path.parent / name
     inside = [*path.glob("*.safetensors")]

@@ -43,12 +43,13 @@ class Master(nn.Linear):
 
 
 def version(w: Tensor) -> tuple[int, int]:
-    """Changes whenever values are written to w, or it is given others by `w.data = ...`."""
+    """A key that changes whenever values are written to w, or it gets others by `w.data = ...`."""
     return w._version, w.untyped_storage()._cdata
 
 
 def matrices(layers: list[Any], adapter: str) -> list[nn.Linear]:
-    """LoRA's A and B of an adapter in peft's layers; masters where the layer's base is bf16."""
+    """Return LoRA's A and B of an adapter in peft's layers; they become masters where the layer's
+    base is bf16."""
     found: list[nn.Linear] = []
     for layer in layers:
         halves = (getattr(layer, half, {}) for half in ("lora_A", "lora_B"))  # LoKr has none

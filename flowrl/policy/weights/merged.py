@@ -1,4 +1,4 @@
-"""A network with adapters in its layers is saved as one without: each weight with what they add.
+"""Save a network with adapters in its layers as one without: each weight with what they add.
 
 `pipe.save_pretrained` would else write the names of the layers that hold them, which no pipeline
 loads.
@@ -60,7 +60,7 @@ def _merge(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> 
 
 @torch.no_grad()
 def _twin(layer: Any) -> Any:
-    """A copy of a layer with the same adapters, which are added to weights of its own."""
+    """Copy a layer and add its adapters to the copied weights."""
     if not hasattr(layer, "get_base_layer"):
         return copy.deepcopy(layer)
     twin = copy.copy(layer)

@@ -45,8 +45,8 @@ class OffloadedWeights:
 
 
 class Turns:
-    """Who is on the device: the text encoders, where they leave it, the denoisers, or rewards.
-    waiting: denoisers that come a block at a time, until they are split over processes."""
+    """Decides who is on the device: text encoders, denoisers or rewards, those of them that leave
+    it. waiting: denoisers that come a block at a time, until they are split over processes."""
 
     def __init__(self, device: torch.device, waiting: Waiting | None = None) -> None:
         self.device = device
@@ -60,11 +60,11 @@ class Turns:
 
     @property
     def used(self) -> bool:
-        """Whether any weights leave."""
+        """Whether any weights leave the device."""
         return bool(self.encoders or self.denoisers or self.waiting)
 
     def send_encoders(self, networks: Iterable[nn.Module]) -> None:
-        """These networks are frozen, and come when any part of them is called."""
+        """Send these frozen networks to host memory; they come when any part of them is called."""
         networks = list(networks)
         tensors = unique(t for net in networks for t in tensors_of(net))
         self.encoders = OffloadedWeights(tensors, self.device)
@@ -73,8 +73,23 @@ class Turns:
             for module in network.modules():  # pipelines call parts of theirs, too
                 module.register_forward_pre_hook(self._encode)
 
+    def offload(self, networks: Mapping[str, nn.Module], *, scorers: bool = False) -> None:
+        """Let the frozen weights of a policy's networks wait in host memory from `rest` to their
+        next forward. scorers: networks of rewards take turns with them (RewardSet.beside).
+        ValueError where they cannot."""
+        if not networks:
+            raise ValueError(
+                "model.offload: the model is a generator, which has no weights to move;"
+                " leave it out"
+            )
+        if not self.used:  # the networks may have been moved since they were loaded
+            self.device = next(next(iter(networks.values())).parameters()).device
+        if self.denoisers is None:  # else by a run before, of the same live policy
+            self.send_denoisers(networks)
+        self.takes_scorers = scorers
+
     def send_denoisers(self, networks: Mapping[str, nn.Module]) -> None:
-        """The frozen weights of these networks, quantised ones too, may leave from now on;
+        """Let the frozen weights of these networks, quantised ones too, leave from now on;
         ValueError where they are trained."""
         tensors = unique(t for name, net in networks.items() for t in frozen(name, net))
         self.denoisers = OffloadedWeights(tensors, self.device)
@@ -83,8 +98,8 @@ class Turns:
                 module.register_forward_pre_hook(self._denoise)
 
     def send_scorers(self, networks: Iterable[nn.Module]) -> Callable[[], None]:
-        """These networks of rewards, which are frozen, wait in host memory -> what brings them
-        before samples are scored. Weights of which nothing is known stay on the device."""
+        """Send these frozen networks of rewards to host memory -> a function that brings them
+        before samples are scored. Weights of an unknown type stay on the device."""
         tensors = unique(t for net in networks for t in tensors_of(net))
         put((t for t in tensors if type(t.data) is not Tensor), self.device)
         guest = OffloadedWeights((t for t in tensors if type(t.data) is Tensor), self.device)
@@ -98,7 +113,7 @@ class Turns:
         return come
 
     def end_waiting(self) -> None:
-        """The denoisers are to be split: their blocks come no more when they run."""
+        """Stop bringing blocks of denoisers when they run, as the denoisers are to be split."""
         if self.waiting is not None:
             self.waiting.end()
             self.waiting = None
@@ -117,7 +132,7 @@ class Turns:
         self.summon()
 
     def summon(self) -> None:
-        """The denoisers are to be used: whoever is in their place goes."""
+        """Bring the denoisers, and send away whoever is in their place."""
         if self.denoisers is not None and not self.denoisers.here:
             self.scored()
             if self.encoders is not None and self.encoders.here:
@@ -125,12 +140,13 @@ class Turns:
             self.denoisers.come()
 
     def rest(self) -> None:
-        """The denoisers are not needed for a while, and no gradient through them is to come."""
+        """Send the denoisers away, which are not needed for a while; no gradient through them may
+        be still to come."""
         if self.denoisers is not None and self.denoisers.here:
             self.denoisers.leave()
 
     def scored(self) -> None:
-        """Others need the device: rewards go."""
+        """Send the networks of rewards away, as others need the device."""
         for guest in self.scorers:
             if guest.here:
                 guest.leave()
@@ -138,8 +154,8 @@ class Turns:
     @contextlib.contextmanager
     def running(self, pipe: Any, *, instead: bool = False) -> Iterator[None]:
         """Inside, the pipeline computes on our device, wherever its parts are; encoders that came
-        leave at the end of the outermost. instead: encoders may take the place of the denoisers,
-        since no gradient is to come."""
+        leave at the end of the outermost run. instead: encoders may take the place of the
+        denoisers, since no gradient is to come."""
         before = self.instead
         self.open, self.instead = self.open + 1, before or instead
         try:
@@ -152,13 +168,14 @@ class Turns:
 
 
 def stubbed(module: nn.Module) -> bool:
-    """Whether something answers in its place; if it does not after all, it calls its parts."""
+    """Whether something answers in place of a module; if that calls the module after all, it calls
+    its parts."""
     return "forward" in module.__dict__
 
 
 def frozen(name: str, network: nn.Module) -> Iterator[Tensor]:
-    """What the weights of a network that are not of an adapter are stored as; ValueError for those
-    that are trained, or stored in a way of which nothing is known."""
+    """Yield the tensors in which the weights of a network are stored, without adapters; ValueError
+    for weights that are trained, or stored in an unknown type."""
     what = f"model.offload: weights of the {name} ({type(network).__name__})"
     for key, p in network.named_parameters():
         if "lora_" in key:
@@ -178,12 +195,12 @@ def frozen(name: str, network: nn.Module) -> Iterator[Tensor]:
 
 
 def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Each once: weights may be tied."""
+    """Keep each tensor once: weights may be tied."""
     return list({id(t): t for t in tensors}.values())
 
 
 def hosted(value: Tensor, device: torch.device) -> Tensor:
-    """A copy in host memory, pinned where that makes the way to the device shorter."""
+    """Copy to host memory, which is pinned where that makes the way to the device faster."""
     there = value.cpu()
     return there.pin_memory() if device.type == "cuda" else there
 

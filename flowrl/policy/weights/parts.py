@@ -1,6 +1,6 @@
 """What is trained, and its views: the current weights, an older copy, the frozen reference.
 
-Optimizer, EMA and checkpoints read `named` and nothing else.
+Optimizer, EMA and checkpoints read `by_part` and `tensors` and nothing else.
 """
 
 from __future__ import annotations
@@ -17,105 +17,21 @@ from flowrl.policy.replay.arguments import map_tensors
 from flowrl.policy.weights.masters import Master, matrices, version
 from flowrl.policy.weights.merged import save_merged
 from flowrl.policy.weights.quantised import is_quantised, silence
+from flowrl.policy.weights.targets import options_of, targets_of
 from flowrl.runtime.processes import shares
-from flowrl.runtime.registry import did_you_mean
 
-DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian"}
-ATTENTION = (
-    "to_q",
-    "to_k",
-    "to_v",
-    "to_out.0",
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-)
-TEXT_ATTENTION = (  # CLIP, T5, and language models
-    *("q_proj", "k_proj", "v_proj", "out_proj", "o_proj"),
-    *("SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o"),
-)
-
-
-def targets(modules: Mapping[str, nn.Module], wanted: list[str] | None) -> dict[str, list[str]]:
-    """Full names of the Linear layers that get LoRA, by component: those whose name ends in
-    `wanted`; by default attention projections, else every Linear."""
-    linear = {
-        part: [name for name, layer in weighted(module) if isinstance(layer, nn.Linear)]
-        for part, module in modules.items()
-    }
-    every = [layer for layers in linear.values() for layer in layers]
-    kinds = " and ".join(type(module).__name__ for module in modules.values())
-    for name in wanted or ():
-        if not any(_ends(layer, name) for layer in every):
-            raise ValueError(
-                f'lora targets: no Linear layer of {kinds} ends in "{name}"'
-                f"{did_you_mean(name, {ending(layer) for layer in every})}"
-            )
-    out = {}
-    for part, layers in linear.items():
-        usual = TEXT_ATTENTION if part.startswith("text_encoder") else ATTENTION
-        out[part] = [name for name in layers if any(_ends(name, w) for w in wanted or usual)]
-        if wanted and not out[part]:
-            raise ValueError(
-                f"lora targets: {part} has no Linear layer that ends in one of"
-                f" {', '.join(wanted)}; add an ending of its own, or leave targets out"
-            )
-        out[part] = out[part] or layers
-    return out
-
-
-def weighted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers that have a weight, by name; of those with adapters the layer below."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    below = "\n"
-    for name, layer in module.named_modules():
-        if name.startswith(below):
-            continue
-        if isinstance(layer, BaseTunerLayer):
-            below, layer = f"{name}.", layer.get_base_layer()
-        if isinstance(getattr(layer, "weight", None), Tensor):
-            yield name, layer
-
-
-def _ends(layer: str, name: str) -> bool:
-    return layer == name or layer.endswith("." + name)
-
-
-def ending(layer: str) -> str:
-    """The last part of a layer's name that is no number, and what follows: "to_q", "to_out.0"."""
-    parts = layer.split(".")
-    last = max((k for k, part in enumerate(parts) if not part.isdigit()), default=0)
-    return ".".join(parts[last:])
-
-
-def _first(names: list[str]) -> str:
-    return f"{len(names)} weights, {names[0]} first" if names else "none"
-
-
-def _options(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """lora with its defaults filled in; ValueError where an option is unknown or of another
-    type."""
-    own = {**DEFAULTS, **lora}
-    unknown = sorted(set(own) - set(DEFAULTS))
-    if unknown:
-        raise ValueError(f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}")
-    wanted = own["targets"]
-    for name in ("rank", "alpha"):
-        number = isinstance(own[name], int | float) and not isinstance(own[name], bool)
-        if not number or own[name] <= 0 or (name == "rank" and own[name] != int(own[name])):
-            raise ValueError(f"lora={{...}}: {name}={own[name]!r} should be a number above 0")
-    if wanted is not None and (isinstance(wanted, str) or not wanted):
-        raise ValueError(
-            f"lora={{...}}: targets={wanted!r} should be a list of names, such as ['to_q', 'to_v']"
-        )
-    return own
+TEXT = "text_encoder"  # names of text encoders begin with it, as diffusers calls them
 
 
 class TrainedParts:
-    """Trainable parameters of `modules`: LoRA adapter "default" (lora given, options filled in) or
-    all of them (full). Always fp32. frozen: for now there are none, in any view."""
+    """The weights that a policy trains, and their views.
+
+    They are LoRA adapters of `modules` or, without lora, all weights of `modules`, and the heads
+    beside these (weights/heads.py). All of them are fp32. A view is one set of values for all of
+    them: "default" is what is trained, "reference" what it was before, others are copies that a
+    method keeps. LoRA has one adapter a view, and the layers switch between them; all other weights
+    change places with the copies of a view.
+    """
 
     def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
         self.modules = modules  # networks as loaded, never wrapped
@@ -124,41 +40,117 @@ class TrainedParts:
                 f"lora={lora!r} should be a mapping, such as {{'rank': 8, 'alpha': 16}}"
             )
         self.lora = None if lora is None else dict(lora)
-        self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
+        self.options = options_of(lora or {})
+        self.heads: dict[str, nn.Module] = {}  # small networks that are trained in full
+        # values of the views, by name of the weight: heads, and in full mode all weights
+        self.copies: dict[str, dict[str, Tensor]] = {}
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
         self.matrices: dict[str, list[nn.Linear]] = {}  # LoRA's A and B of each view
-        self.beneath: list[nn.Linear] = []  # those that stand beside ours in every view
+        self.beneath: list[nn.Linear] = []  # A and B of adapters that came with the network
         # our adapters that are on in each view; on top of those that a layer came with
         self.views: dict[str, tuple[str, ...]] = {"reference": ()}
         self.standing = {} if lora is None else standing(modules.values())
-        self.compared: dict[tuple[str, str], tuple[Any, bool]] = {}  # pairs of views, see equal
-        self.active = "default"
+        self.compared: dict[tuple[str, str], tuple[Any, bool]] = {}  # pairs of views, see same
+        self.active = "default"  # the view whose values the networks compute with
         self.wide = False  # full mode: weights were made fp32
-        self.frozen = not modules
-        self.options = _options(lora or {})
+        self.frozen = not modules  # the weights of `modules` are not trained for now
         if lora is None:
             self.thaw(True)
         else:
             self._add_adapter("default")
 
-    def freeze(self, on: bool) -> None:
-        """Train nothing of these (on), or as before."""
+    # ---------------------------------------------------------------------------
+    # which weights
+
+    def named(self, view: str = "default") -> dict[str, nn.Parameter]:
+        """Parameters of a view by stable name, "<component>.<path>", without heads; read live, so
+        sharded replacements are seen."""
+        if self.frozen:
+            return {}
+        if self.lora is None and not self.wide:
+            self._widen()
+        mark = f".{self.views[view][-1]}." if self.lora is not None else ""
+        return {
+            f"{part}.{key.replace(mark, '.') if mark else key}": p
+            for part, module in self.modules.items()
+            for key, p in module.named_parameters()
+            if mark in key
+        }
+
+    @property
+    def part_names(self) -> list[str]:
+        """Names in train.parts of what `modules` are, each once."""
+        return list(dict.fromkeys(map(part_of, self.modules)))
+
+    def by_part(self) -> dict[str, dict[str, nn.Parameter]]:
+        """{"denoiser": {name: parameter}, "text_encoder": ..., and the heads}."""
+        out: dict[str, dict[str, nn.Parameter]] = {}
+        for name, weight in {**self.named(), **self._of_heads()}.items():
+            component = name.partition(".")[0]
+            part = component if component in self.heads else part_of(component)
+            out.setdefault(part, {})[name] = weight
+        return out
+
+    def _of_heads(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{name}.{key}": p
+            for name, head in self.heads.items()
+            for key, p in head.named_parameters()
+        }
+
+    def _whole(self) -> dict[str, nn.Parameter]:
+        """Weights that have copies for other views: all but LoRA."""
+        return {**(self.named() if self.lora is None else {}), **self._of_heads()}
+
+    def freeze(self, on: bool = True) -> None:
+        """Train none of the weights of `modules` (on), or as before; heads are always trained."""
         self.frozen = False
         self.thaw(not on)
         self.frozen = on or not self.modules
 
     def thaw(self, on: bool) -> None:
-        """Ask for gradients of what is trained (on), or of nothing; never of quantised weights."""
-        own = [p for m in self.modules.values() for p in m.parameters()]
-        for weight in own if self.lora is None else self.named().values():
+        """Ask for gradients of the weights of `modules` that are trained (on), or of none; never of
+        quantised weights."""
+        weights = [p for m in self.modules.values() for p in m.parameters()]
+        for weight in weights if self.lora is None else self.named().values():
             weight.requires_grad_(on and not is_quantised(weight))
+
+    def set_heads(self, made: Mapping[str, nn.Module] | None) -> None:
+        """Train these heads in place of others; their present values are the view "reference".
+        None: no heads."""
+        for values in self.copies.values():
+            for key in self._of_heads():
+                values.pop(key, None)
+        self.heads = dict(made or {})
+        self._copy_missing("reference", self._of_heads())
+
+    def head(self, name: str) -> nn.Module:
+        """The head of this name; ValueError where there is none."""
+        if name not in self.heads:
+            raise ValueError(
+                f"this policy has no head {name}; add it to train.parts, or train with a method"
+                " that needs none"
+            )
+        return self.heads[name]
+
+    def needs_lora(self) -> None:
+        """ValueError where no LoRA is trained."""
+        if self.lora is None or self.frozen:
+            raise ValueError(
+                "this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}"
+            )
+
+    # ---------------------------------------------------------------------------
+    # LoRA, or fp32 weights
 
     def _add_adapter(self, view: str) -> None:
         if view == "default":
-            self.targets = targets(self.modules, self.options["targets"])
+            self.targets = targets_of(self.modules, self.options["targets"])
         name = view
         while any(name in getattr(m, "peft_config", {}) for m in self.modules.values()):
             name += "_"  # the pipeline came with one of that name
+        # the weights of the layers may wait in host memory, where a new adapter would be made
+        device = None if view == "default" else next(iter(self.named().values())).device
         self.views[view] = (name,)
         for part, module in self.modules.items():
             if view == "default":
@@ -172,19 +164,23 @@ class TrainedParts:
             for key, p in module.named_parameters():
                 if f".{name}." in key:
                     # fp32 whatever the frozen dtype: small updates would round away
-                    p.data = p.data.float()
+                    p.data = p.data.to(device, torch.float32)
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
         self.matrices[view] = matrices(self.layers, name)
         if view == "default":
             ours = [layer for layer in self.standing if name in getattr(layer, "lora_A", ())]
             self.beneath = [
-                m for layer in ours for own in self.standing[layer] for m in matrices([layer], own)
+                m
+                for layer in ours
+                for came in self.standing[layer]
+                for m in matrices([layer], came)
             ]
         self._activate(self.active)
 
     def _refresh(self, *call: Any) -> None:
         """Before a forward: the bf16 copies of the active view follow their masters."""
-        for matrix in (*self.matrices.get(self.active, ()), *self.beneath):
+        view = "default" if self.frozen else self.active  # frozen adapters are never switched
+        for matrix in (*self.matrices.get(view, ()), *self.beneath):
             if isinstance(matrix, Master):
                 matrix.refresh()
 
@@ -199,25 +195,11 @@ class TrainedParts:
             target_modules=self.targets[part],
         )
 
-    def named(self, view: str = "default") -> dict[str, nn.Parameter]:
-        """Parameters of a view by stable name, "<component>.<path>"; read live, so sharded
-        replacements are seen."""
-        if self.frozen:
-            return {}
-        if self.lora is None and not self.wide:
-            self._widen()
-        mark = f".{self.views[view][-1]}." if self.lora is not None else ""
-        return {
-            f"{part}.{key.replace(mark, '.') if mark else key}": p
-            for part, module in self.modules.items()
-            for key, p in module.named_parameters()
-            if mark in key
-        }
-
     def _widen(self) -> None:
-        """fp32 weights for full mode: small updates of bf16 would round away. Done when they are
-        first asked for, so that a policy that only samples keeps the memory it was loaded with.
-        Inputs in lower precision are widened as they come in.
+        """Make the weights fp32 for full mode, since small updates of bf16 would round away.
+
+        This happens when they are first asked for, so that a policy that only samples keeps the
+        memory it was loaded with. Inputs in lower precision are widened as they come in.
         """
         for part, module in self.modules.items():
             if any(is_quantised(p) for p in module.parameters()):
@@ -237,47 +219,70 @@ class TrainedParts:
                 module.float()
                 module.register_forward_pre_hook(_widened, with_kwargs=True)
 
+    # ---------------------------------------------------------------------------
+    # views
+
     def has(self, view: str) -> bool:
-        """Whether a copy of the weights of this name was added, or none is needed."""
-        return self.frozen or view in self._views()
+        """Whether the weights of `modules` have an added view of this name, or need none."""
+        return self.frozen or view in self._added()
+
+    def _added(self) -> list[str]:
+        """Names of the views that were added for the weights of `modules`."""
+        if self.lora is not None:
+            return [name for name in self.views if name not in ("default", "reference")]
+        return [name for name, values in self.copies.items() if values.keys() - self._of_heads()]
 
     def add_view(self, name: str) -> None:
-        """A second set of the trainable weights, copied from the current ones."""
-        if self.frozen:
-            return
-        if name in ("default", *self._views()) or (name == "reference" and self.lora is not None):
-            raise ValueError(f"view {name!r} exists; there are {['default', *self._views()]}")
-        if self.lora is None:
-            self.copies[name] = {k: p.detach().clone() for k, p in self.named().items()}
-        else:
-            self._add_adapter(name)
+        """Add a second set of the trainable weights ("old"; in full mode also "reference"), copied
+        from the current ones, for use with `view`."""
+        if not self.frozen:
+            usual = ("default", "reference") if self.lora is not None else ("default",)
+            if name in (*usual, *self._added()):
+                raise ValueError(f"view {name!r} exists; there are {['default', *self._added()]}")
+            if self.lora is not None:
+                self._add_adapter(name)
+        self._copy_missing(name, self._whole())
+        if self.lora is not None and not self.frozen:
             self.copy("default", name, 0.0)
 
-    def _views(self) -> list[str]:
-        if self.lora is None:
-            return list(self.copies)
-        return [name for name in self.views if name not in ("default", "reference")]
+    def _copy_missing(self, view: str, weights: Mapping[str, nn.Parameter]) -> None:
+        """Copy the current values of those of these weights that have none in a view."""
+        values = self.copies.setdefault(view, {})
+        values |= {key: p.detach().clone() for key, p in weights.items() if key not in values}
 
-    def tensors(self, view: str) -> dict[str, Tensor]:
-        """Values of a view by name, sharing storage with it."""
-        if self.frozen:
-            return {}
-        if view != "default" and view not in self._views():
+    def tensors(self, view: str = "default") -> dict[str, Tensor]:
+        """Values of a view by parameter name, sharing storage with it; shares of them, where the
+        trained weights are split over processes."""
+        added = view == "default" or self.has(view)
+        values = self._values(view) if added else {}
+        if not added or not values.keys() >= self._of_heads().keys():
             raise ValueError(
-                f"no view {view!r}; there are {['default', *self._views()]}; make one with"
-                f" policy.add_view({view!r})"
+                f"no view {view!r}; there are {['default', *self._added()]}; make one with"
+                f" policy.trainable.add_view({view!r})"
             )
-        if self.lora is None:
-            if view != self.active:
-                return self.copies[self.active if view == "default" else view]
-            view = "default"
-        return {k: p.detach() for k, p in self.named(view).items()}
+        adapters = {} if self.lora is None else self.named(view)
+        return {key: p.detach() for key, p in adapters.items()} | values
 
-    def equal(self, a: str, b: str) -> bool:
-        """Whether two views hold the same values; compared once for as long as neither is
+    def _values(self, view: str) -> dict[str, Tensor]:
+        """Values of a view of the weights that have copies; those of the active view are in the
+        parameters, whose own then lie in its place."""
+        weights = self._whole()
+        if view == self.active:
+            return {key: p.detach() for key, p in weights.items()}
+        values = self.copies.get(self.active if view == "default" else view, {})
+        return {key: values[key] for key in weights if key in values}
+
+    def state(self, view: str = "default") -> dict[str, Tensor]:
+        """Values of a view by parameter name, copied to the CPU; where the trained weights are
+        split, all processes ask together."""
+        return {k: shares.whole(v).cpu().clone() for k, v in self.tensors(view).items()}
+
+    def same(self, a: str, b: str) -> bool:
+        """Whether two views of LoRA weights are equal bit for bit, so that one forward serves both
+        (in full mode: not compared, False). They are compared once for as long as neither is
         written."""
-        if self.frozen:
-            return True
+        if self.lora is None:
+            return False
         now, known = (self._versions(a), self._versions(b)), self.compared.get((a, b))
         if known is None or known[0] != now:
             other = self.tensors(b)
@@ -286,13 +291,13 @@ class TrainedParts:
         return known[1]
 
     def _versions(self, view: str) -> list[Any]:
-        if self.lora is None:
-            return [version(value) for value in self.tensors(view).values()]
-        return [version(matrix.weight) for matrix in self.matrices.get(view, ())]
+        adapters = [version(matrix.weight) for matrix in self.matrices.get(view, ())]
+        return adapters + [version(value) for value in self._values(view).values()]
 
     @torch.no_grad()
-    def copy(self, src: str, dst: str, decay: float) -> None:
+    def copy(self, src: str = "default", dst: str = "old", decay: float = 0.0) -> None:
         """dst = decay * dst + (1 - decay) * src."""
+        self._copy_missing(dst, self._of_heads())  # heads may be younger than the view
         source, target = self.tensors(src), self.tensors(dst)
         for key in target:
             value, new = shares.held(target[key]), shares.held(source[key])
@@ -302,16 +307,17 @@ class TrainedParts:
                 value.lerp_(new.to(value), 1 - decay)
 
     @torch.no_grad()
-    def load(self, view: str, state: dict[str, Tensor]) -> None:
-        """Strict: the names and shapes must be those of tensors(view)."""
-        if self.frozen and state:
-            raise ValueError(
-                f"this policy's own weights are not trained, and the state has {_first([*state])};"
-                " load it with the train.parts that it was made with"
-            )
+    def load(self, view: str, state: Mapping[str, Tensor]) -> None:
+        """Load what `state` gave; strict: the names and shapes must be those of tensors(view)."""
         target = self.tensors(view)
         missing, extra = sorted(set(target) - set(state)), sorted(set(state) - set(target))
-        if missing and len(missing) == len(target):
+        if self.frozen and extra:
+            raise ValueError(
+                f"this policy's own weights are not trained, and the state has {_first(extra)};"
+                " load it with the train.parts that it was made with"
+            )
+        networks = target.keys() - self._of_heads().keys()
+        if missing and networks and not networks & state.keys():
             raise ValueError(
                 "these weights belong to another model: none has a name that this one knows; they"
                 f" are {_first(extra)}, and the model trains {_first(missing)}"
@@ -331,7 +337,8 @@ class TrainedParts:
 
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:
-        """Compute with another view's weights inside the block. Costs an attribute a layer;
+        """Compute with another view's weights inside the block: "default", an added one, or
+        "reference" (adapters off, heads as they began). It costs an attribute a layer;
         requires_grad is untouched."""
         before = self.active
         self._switch(name)
@@ -341,22 +348,23 @@ class TrainedParts:
             self._switch(before)
 
     def _switch(self, name: str) -> None:
-        if name == self.active or self.frozen:
+        if name == self.active:
             return
-        if self.lora is not None:
-            if name not in self.views:
-                self.tensors(name)  # says which there are
+        adapted = self.lora is not None and not self.frozen
+        if adapted and name not in self.views:
+            self.tensors(name)  # says which there are
+        values = self.copies.get(name, {}).keys()
+        lacking = (self.lora is None and not self.has(name)) or self._of_heads().keys() - values
+        if name != "default" and lacking:
+            raise ValueError(
+                f"view {name!r} needs a copy of all weights in full mode; call"
+                f" policy.trainable.add_view({name!r}) before training"
+            )
+        if adapted:
             self._activate(name)
-        else:
-            if name != "default" and name not in self.copies:
-                raise ValueError(
-                    f"view {name!r} needs a copy of all weights in full mode; call"
-                    f" policy.add_view({name!r}) before training"
-                )
-            if self.active != "default":  # put the trained values back first
-                self._exchange(self.active)
-            if name != "default":
-                self._exchange(name)
+        for view in (self.active, name):  # the trained values are put back first
+            if view != "default":
+                self._exchange(view)
         self.active = name
 
     def _activate(self, view: str) -> None:
@@ -365,17 +373,27 @@ class TrainedParts:
             on = [*self.standing.get(layer, ()), *self.views[view]]
             layer._active_adapter, layer._disable_adapters = on, not on
 
-    def _exchange(self, name: str) -> None:
-        """Swap values between the parameters and a copy, by pointer where these are whole."""
-        copies = self.copies[name]
-        for key, p in self.named().items():
+    def _exchange(self, view: str) -> None:
+        """Swap values between the parameters and a view's copies, by pointer where these are
+        whole."""
+        values = self.copies.get(view, {})
+        for key, p in self._whole().items():
             if shares.is_split(p):  # its block gathers it from where it lies
-                own, other = shares.held(p), shares.held(copies[key])
-                kept = own.clone()
-                own.copy_(other)
-                other.copy_(kept)
+                here, there = shares.held(p), shares.held(values[key])
+                kept = here.clone()
+                here.copy_(there)
+                there.copy_(kept)
             else:
-                p.data, copies[key] = copies[key], p.data
+                p.data, values[key] = values[key], p.data
+
+
+def part_of(component: str) -> str:
+    """What a component is called in train.parts."""
+    return TEXT if component.startswith(TEXT) else "denoiser"
+
+
+def _first(names: list[str]) -> str:
+    return f"{len(names)} weights, {names[0]} first" if names else "none"
 
 
 def _widened(

@@ -74,8 +74,8 @@ def quantise(networks: Mapping[str, nn.Module], kind: str, device: torch.device 
 
 
 def layers(network: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(module, name in it, layer) of what is quantised: Linear layers of the repeated blocks;
-    of a network without blocks all of them."""
+    """Yield (module, name in it, layer) of what is quantised: Linear layers of the repeated blocks,
+    or all Linear layers of a network without blocks."""
     for block in blocks(network) or [network]:
         for parent in block.modules():
             for key, layer in parent.named_children():
@@ -119,7 +119,7 @@ def _quantised(layer: nn.Linear, kind: str, device: torch.device | str) -> nn.Mo
 
 
 def try_out(kind: str, device: torch.device | str, dtype: torch.dtype) -> None:
-    """One small layer, forward and backward; ValueError where it fails."""
+    """Try one small layer, forward and backward; ValueError where it fails."""
     try:
         importlib.import_module(BACKENDS[kind])
         own = _quantised(nn.Linear(64, 64).to(dtype), kind, device)
@@ -139,7 +139,7 @@ def try_out(kind: str, device: torch.device | str, dtype: torch.dtype) -> None:
         )
 
 
-# ---------------------------------------------------------------------- of loaded networks
+# ---------------------------------------------------------------------- loaded networks
 
 
 def kind_of(network: nn.Module) -> str:
@@ -166,7 +166,8 @@ def compute_dtype(layer: Any) -> torch.dtype:
 
 
 def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a tensor is stored as, by name: itself, or the parts of a quantised one."""
+    """Yield the tensors in which a tensor is stored, by name: itself, or the parts of a quantised
+    one."""
     inner = _inner(tensor)
     if not inner:
         yield name, tensor
@@ -176,7 +177,7 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def scales(weight: Tensor) -> list[Tensor]:
-    """What a weight of bitsandbytes has beside itself, a scale for each 64 numbers."""
+    """Return what a weight of bitsandbytes has beside itself: a scale for each 64 numbers."""
     state = getattr(weight, "quant_state", None)
     return [] if state is None else [state.absmax]
 
@@ -196,5 +197,5 @@ def held_bytes(network: nn.Module) -> int:
 
 
 def silence() -> None:
-    """What the backends and peft warn of that is nothing to a user."""
+    """Hide a warning of the backends and peft that means nothing to a user."""
     warnings.filterwarnings("ignore", message=".*get_apply_tensor_subclass.*")

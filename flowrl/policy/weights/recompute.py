@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+
+def recompute(networks: Iterable[nn.Module], share: bool | float) -> None:
+    """Recompute activations in the backward pass, for networks that can (diffusers models): of this
+    share of the blocks, in (0, 1); true: of all, false: of none."""
+    for module in networks:
+        if not hasattr(module, "enable_gradient_checkpointing"):
+            continue
+        if share is True:
+            module.enable_gradient_checkpointing()
+        elif share:
+            module.enable_gradient_checkpointing(Recompute(share))
+        else:
+            module.disable_gradient_checkpointing()
 
 
 class Recompute:

@@ -48,12 +48,12 @@ class Waiting:
             tensor.data = data
 
     def bring_adapters(self) -> None:
-        """LoRA, which is not split, to the device."""
+        """Move LoRA, which is not split, to the device."""
         for network in self.networks:
             put((p for name, p in network.named_parameters() if "lora_" in name), self.device)
 
     def end(self) -> None:
-        """Blocks stay where they are from now on."""
+        """Leave blocks where they are from now on."""
         for hook in self.hooks:
             hook.remove()
 
@@ -63,6 +63,6 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def put(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """The values of tensors to a device; the tensors stay the same objects."""
+    """Move the values of tensors to a device; the tensors stay the same objects."""
     for tensor in tensors:
         tensor.data = tensor.data.to(device)

@@ -73,7 +73,8 @@ def generate(
         decode=decode,
     )
     brought = {key for row in request.conditions or () for key in row}
-    policy.say_unread([guidance], brought)
+    for sentence in policy.unread([guidance], brought):
+        logger.warning(sentence)
     media = _made(request, _way(request, best_of, search, refine, reward), reward)
     _say_size(policy, media)
     return media

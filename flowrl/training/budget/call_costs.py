@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowrl.config.schema import Config
 from flowrl.policy.replay.encoders import LARGEST
+from flowrl.policy.weights.recompute import recompute
 from flowrl.training.budget.line import on_line
 from flowrl.training.budget.meter import POINTWISE, Attention, Meter
 from flowrl.training.budget.modelled import META, ModelledPolicy
@@ -89,7 +90,7 @@ class Costs:
             "guidance": "none" if call.guidance == "none" else "pipeline",
             "detach_uncond": call.detach_uncond,
         }
-        policy.gradient_checkpointing(cfg.train.gradient_checkpointing)
+        recompute(policy.networks.values(), cfg.train.gradient_checkpointing)
         lora = policy.trainable.lora is not None
         with policy.view("default" if call.adapted or not lora else "reference"):
             return self._traced(

@@ -66,8 +66,7 @@ def shard(
         calls = one_row(policy, prompts, guidance, "train.shard")
     # a network that waits has weights on the host, which would pass for its device
     mesh = init_device_mesh(policy.device.type, (world.size,))
-    if policy.turns is not None:
-        policy.turns.end_waiting()
+    policy.turns.end_waiting()
     roots = {name: split(network, mesh) for name, network in policy.networks.items()}
     rows = [_call(roots[name], calls[name], autocast) for name in roots]
     in_step = world.keep_in_step(rows)

@@ -50,11 +50,11 @@ def _export(parts: RunParts, folder: Path) -> None:
     tensors, _ = checkpoint.load(folder)
     policy, out = parts.source.policy, parts.path / FOLDER
     present = {name: value.detach().clone() for name, value in policy.state("default").items()}
-    policy.load_state("default", tensors["policy"])
+    policy.trainable.load("default", tensors["policy"])
     try:
         with parts.weights.ema.swapped(tensors["ema"]):
             policy.save_lora(out)
     finally:
-        policy.load_state("default", present)
-    settings = {**parts.setup.cfg.train.lora.model_dump(), "parts": policy.trained}
+        policy.trainable.load("default", present)
+    settings = {**parts.setup.cfg.train.lora.model_dump(), "parts": policy.trainable.part_names}
     files.write(out / SETTINGS, json.dumps(settings))
