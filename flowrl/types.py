@@ -95,7 +95,7 @@ class Plan:
     eta: Tensor  # (E,) fp64, noise level of SDE edges, 0 on ODE edges
     trained: Tensor  # (E,) bool, subset of SDE edges
     sde: str = "flow_sde"  # module of flowrl.samplers that gives SDE transitions
-    solver: Solver = "euler"
+    solver: Solver = "euler"  # of ODE edges
     # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
     dpm_from: float = 1.0
     # which roots share x_T: none, those of one prompt, all
@@ -136,7 +136,7 @@ class Plan:
 class PromptBatch:
     """Prompts of one iteration."""
 
-    text: list[str]
+    text: list[str]  # P prompts
     ids: Tensor  # (P,) int64, stable over the run: places in the data
     meta: list[dict[str, Any]]  # what rewards may read
 
@@ -168,10 +168,10 @@ class Rollout:
     leaf_key: Tensor
     group: Tensor  # (B,) int64 row of cond: leaves of one prompt are one group
     tree: Tensor  # (B,) int64 which root (copy, root) the leaf grew from
-    plan: Plan
+    plan: Plan  # the forest that every copy of a prompt grew
     nfe: int  # rows that went through the network (x branches of guidance not counted)
-    cond: Any = None
-    guidance: float | str = "none"
+    cond: Any = None  # the P prompts as the policy encoded them (Cond); None without a policy
+    guidance: float | str = "none"  # with which states were sampled, see Policy.velocity
     start_key: Tensor | None = None  # (B,) int64 of each leaf's initial noise; None: from files
 
     def at(self, rows: Tensor) -> Tensor:
@@ -190,11 +190,11 @@ class Rollout:
 class MediaContext:
     """Optional columns a reward may declare in `needs`; absent ones are None."""
 
-    meta: list[dict[str, Any]] | None = None
+    meta: list[dict[str, Any]] | None = None  # B records: what the prompts' source knows of each
     group: Tensor | None = None  # (B,)
     source: Tensor | None = None  # (B, 3, H, W)
-    actions: Tensor | None = None
-    reference: Tensor | None = None
+    actions: Tensor | None = None  # (B, ...), of world models: what was done in each clip
+    reference: Tensor | None = None  # (B, 3, H, W) or (B, F, 3, H, W) media to compare with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +202,7 @@ class Rewards:
     """Scores of B samples: each part as the reward gave it, and their weighted sum."""
 
     raw: dict[str, Tensor]  # name -> (B,) fp32
-    weights: dict[str, float]
+    weights: dict[str, float]  # of each reward in the total, at this iteration
     total: Tensor  # (B,) fp32, NaN where invalid
     valid: Tensor  # (B,) bool
     # name -> (B,) fp32 of rewards that depend on others: what weights multiply in place of raw
@@ -224,10 +224,10 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """Credit: leaf (B,) and, for methods that train transitions, transition (N,). fp32."""
+    """What each sample, or each step of it, is worth to the update."""
 
-    leaf: Tensor
-    transition: Tensor | None = None
+    leaf: Tensor  # (B,) fp32
+    transition: Tensor | None = None  # (N,) fp32, for methods that train transitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,12 +241,10 @@ class LossOutput:
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Named tensors of equal length n: the rows that one optimizer step trains. Index it to take a
-    micro-batch.
+    micro-batch."""
 
-    near: copies on the CPU of what the host reads, so that no micro-batch waits for its device.
-    """
-
-    data: dict[str, Tensor]
+    data: dict[str, Tensor]  # name -> (n, ...), each a column
+    # copies on the CPU of what the host reads, so that it waits for no device
     near: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -264,7 +262,7 @@ class Columns:
         return Columns({k: v[rows] for k, v in self.data.items()}, near)
 
     def brought_near(self) -> Columns:
-        """With copies on the CPU of all places, keys and noise levels: int64 and fp64 columns."""
+        """Copy to the CPU what the host reads: places, keys and noise levels (int64 and fp64)."""
         read = {k: v for k, v in self.data.items() if v.dtype in (torch.int64, torch.float64)}
         return Columns(self.data, {k: v.cpu() for k, v in read.items()})
 

@@ -252,7 +252,7 @@ def granular(
     check_counts(children=children)
     steps, strides = steps_before_last("steps", steps, edges.steps - 1), list(strides)
     check_strides(strides)
-    trunk = -1
+    trunk = -1  # each branch leaves the trunk before the trunk's own step
     for k in range(steps[-1] + 1):
         for _ in range(children if k in steps else 0):
             branch = edges.add(trunk, k, noisy=True)
@@ -310,9 +310,8 @@ def compress(
 def with_new_tails(
     plan: Plan, new_grid: Callable[[list[float]], list[float]]
 ) -> tuple[list[tuple[int, int, float, float]], float]:
-    """Edges of a plan whose ODE tails walk new_grid(their sigmas), and the highest tail's sigma.
-
-    Of each edge: its parent, the old edge whose other columns it takes, sigma, sigma_next.
+    """Return edges of a plan whose ODE tails walk new_grid(their sigmas), and the highest tail's
+    sigma. An edge is (its parent, the old edge whose other columns it takes, sigma, sigma_next).
     """
     noisy, children = noise_at_or_below(plan), children_of(plan)
     rows: list[tuple[int, int, float, float]] = []

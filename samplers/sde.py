@@ -1,4 +1,4 @@
-"""The stochastic step that a plan names, the same for rollout and loss.
+"""Find the stochastic step that a plan names, which is the same in rollout and loss.
 
 A name is a module of this folder, an entry point in the group flowrl.samplers, or
 "path/to/file.py:NAME". What it stands for is `transition`, a function as in flow_sde.py: (v, x,
@@ -35,9 +35,10 @@ GROUP = "flowrl.samplers"
 
 @dataclass(frozen=True, slots=True)
 class Sde:
-    """A stochastic step. log_prob: (step, y) -> (n,), where it has one of its own."""
+    """A stochastic step: its function, and what that takes."""
 
-    transition: Callable[..., Transition]
+    transition: Callable[..., Transition]  # (v, x, sigma, sigma_next, *, eta) -> Transition
+    # (step, y) -> (n,); None: the Gaussian's own
     log_prob: Callable[[Transition, Tensor], Tensor] | None
     capped: bool  # takes sigma_cap
     learned: bool  # takes std, which a policy learns

@@ -22,10 +22,10 @@ PROMPTS = ("a", "b")  # where nobody gives others
 
 @dataclass(frozen=True)
 class GeneratorCheck:
-    """What two equal calls made."""
+    """The result of the self-check of a generator."""
 
     media: tuple[int, ...]  # of one sample
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # as SelfCheck has; there are none
 
     def __str__(self) -> str:
         return f"equal noise made equal media {self.media}, other noise others"
@@ -69,7 +69,7 @@ class GeneratorPolicy(Policy):
         return torch.float32
 
     def describe(self) -> str:
-        """What is called, in a line."""
+        """Write what is called, in a line."""
         name = getattr(self.generator, "__name__", type(self.generator).__name__)
         return f"media = {name}(prompts, noise (n, {', '.join(map(str, self.latent_shape))}))"
 
@@ -106,12 +106,12 @@ class GeneratorPolicy(Policy):
         return None if value is None else value.float().flatten(1)
 
     def schedule(self, steps: int) -> Schedule:
-        """One step, whatever is asked for: the generator has its own."""
+        """Return a schedule of one step, whatever `steps` is: the generator samples by itself."""
         sigmas = torch.tensor([1.0, 0.0], dtype=torch.float64)
         return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
-        """0: what is decoded is the initial noise."""
+        """Return 0, so that the initial noise is what is decoded."""
         return torch.zeros_like(request.x), 0
 
     def unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> list[str]:

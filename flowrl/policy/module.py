@@ -53,12 +53,12 @@ class ModulePolicy(Policy):
         self.cond, self.decoder = cond, decode
 
     def self_check(self, prompts: Sequence[str] | None = None) -> ModuleCheck:
-        """What training relies on, tried; see flowrl/policy/check_module.py. prompts: two that cond
+        """Try what training relies on, see flowrl/policy/check_module.py. prompts: two that cond
         knows."""
         return self_check(self, prompts)
 
     def describe(self) -> str:
-        """What is called, in a line or two."""
+        """Write what is called, in two lines."""
         name, shape = type(self.modules["module"]).__name__, ", ".join(map(str, self.latent_shape))
         cond = "None" if self.cond is None else "cond(prompts)[rows]"
         lines = [f"{self.coords.prediction} = {name}(x (n, {shape}), t (n,) = sigma, {cond})"]
@@ -71,7 +71,7 @@ class ModulePolicy(Policy):
         return Cond.of(prompts, {("cond",): value})
 
     def _conditions(self, prompts: list[str]) -> Tensor:
-        """cond of the prompts (P, ...), checked."""
+        """Return cond of the prompts, (P, ...), checked."""
         assert self.cond is not None
         try:
             value = self.cond(list(prompts))
@@ -91,7 +91,7 @@ class ModulePolicy(Policy):
         return own(value).to(self.device)
 
     def schedule(self, steps: int) -> Schedule:
-        """Evenly spaced from 1 to 0; the model time is sigma."""
+        """Return sigmas that are evenly spaced from 1 to 0; the model time is sigma."""
         sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return Schedule(sigmas=sigmas, times=sigmas[:-1])
 

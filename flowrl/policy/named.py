@@ -17,9 +17,8 @@ GROUP = "flowrl.models"
 
 
 def made(name: str) -> Any:
-    """What "path/to/file.py:factory" or an entry point of the group flowrl.models gives.
-
-    That is a pipeline, a Policy, or the name of a folder or hub id; any other name is given back.
+    """Return what "path/to/file.py:factory" or an entry point of the group flowrl.models gives: a
+    pipeline, a Policy, or the name of a folder or hub id. Any other name is returned as it is.
 
     A factory is called without arguments. What fails -> ValueError.
     """
@@ -36,7 +35,7 @@ def made(name: str) -> Any:
 
 
 def hints_of(given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Arguments of hints.register: as they are, or of the place of such a mapping,
+    """Return arguments of hints.register, given as a mapping or as the place of one,
     "path/to/file.py:NAME". Wrong ones -> ValueError."""
     what = "model.hints"
     if isinstance(given, str):

@@ -1,4 +1,4 @@
-"""Attributes of objects that others share, replaced for a while."""
+"""Replace attributes of objects that others share, for a while."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOCK = threading.RLock()  # one recording at a time
 
 @contextlib.contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """owner, an object or a class, has these attributes inside the block only."""
+    """Give owner, an object or a class, these attributes inside the block only."""
     had = {name: vars(owner)[name] for name in values if name in vars(owner)}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -1,4 +1,4 @@
-"""What networks of a live pipeline may come with that flowrl cannot keep on: named, and refused.
+"""Refuse networks of a live pipeline with something around them that flowrl cannot work with.
 
 A policy calls, records and changes the modules themselves. What is wrapped around them would be
 left out or renamed, and what remembers earlier calls would answer a replay otherwise than a loop.

@@ -74,7 +74,8 @@ class NodeKeys:
 
 
 def spell(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every edge (E,): its way from the root, the ODE edges since the last SDE edge, that edge.
+    """Return for every edge (E,) its way from the root, the ODE edges since the last SDE edge, and
+    that edge.
 
     The way is child indices, the ODE edges are sigmas; both are 64 bits of their spelling.
     """
@@ -190,7 +191,7 @@ class Kept:
 
 
 def trained_above(plan: Plan, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each edge (E,): the last trained edge at or above it, and the last one above it.
+    """Find for each edge (E,) the last trained edge at or above it, and the last one above it.
 
     As places among `trained`; -1: none.
     """

@@ -1,4 +1,4 @@
-"""An affine map read off chosen inputs: out[row] = const[row] + scale * in[row].flatten()[index].
+"""Read an affine map off chosen inputs: out[row] = const[row] + scale * in[row].flatten()[index].
 
 The inputs are zeros, ones, twos, the row number, the flat index in base-64 digits and noise. Digits
 are exact in bf16, whose significand holds integers to 256. One map covers guidance doubling,
@@ -18,7 +18,7 @@ BASE = 64
 
 
 def patterns(rows: int, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Inputs (rows, *shape) fp32 by name."""
+    """Make the inputs (rows, *shape) fp32, by name."""
     numel = torch.Size(shape).numel()
     index = torch.arange(numel).reshape(1, *shape).expand(rows, *shape)
     row = torch.arange(rows).reshape(-1, *[1] * len(shape)).expand(rows, *shape)
@@ -85,7 +85,7 @@ def _check_rows_alike(index: Tensor, on: Tensor, slope: Tensor, numel: int, what
 
 
 def layout(row: Tensor, on: Tensor, rows: int, what: str) -> tuple[int, int]:
-    """(blocks, repeats) of the leading axis, from the row number that each element holds."""
+    """Find (blocks, repeats) of the leading axis, from the row number that each element holds."""
     lead = row.shape[0]
     owner = torch.where(on, row, -1).reshape(lead, -1).amax(1)
     each = owner.reshape(-1, *[1] * (row.ndim - 1))

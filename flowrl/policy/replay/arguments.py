@@ -1,4 +1,4 @@
-"""Arguments of a denoiser call by what they follow: the latents, the time, the prompt."""
+"""The arguments of a denoiser call, by what they follow: the latents, the time or the prompt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ SCALE = object()  # before a path: which latents the argument there reads
 
 @dataclass
 class Affine:
-    """out viewed as (blocks, rows, D): copies of the batch, in which each row has `repeats` entries
-    of shape `shape` that follow one another."""
+    """An affine map of each row: out[row] = const[row] + scale * in[row].flatten()[index].
 
-    blocks: int
-    repeats: int
+    out is viewed as (blocks, rows, D): copies of the batch, in which each row has `repeats` entries
+    of shape `shape` that follow one another.
+    """
+
+    blocks: int  # copies of the batch, one for each branch of guidance
+    repeats: int  # entries in which each row lies, one after the other
     shape: tuple[int, ...]  # of one entry of out
     index: Tensor | None  # (D,) into the flattened input row; None: the input row as it is
     scale: Tensor  # (D,) fp64, 0 where out does not depend on the input; () where it is one number
@@ -37,9 +40,9 @@ class Affine:
         scale: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """One block: x (n, *L) fp32 -> (n * repeats, *shape). const and scale (n, D) replace the
-        recorded ones; factor (n, 1) or () multiplies the scale. dtype: what x, and the result of
-        each operation, is rounded to, as in a loop of low precision."""
+        """Compute one block: x (n, *L) fp32 -> (n * repeats, *shape). const and scale (n, D)
+        replace the recorded ones; factor (n, 1) or () multiplies the scale. dtype: what x, and the
+        result of each operation, is rounded to, as in a loop of low precision."""
         y = x.reshape(x.shape[0], -1).to(dtype).to(x.dtype)
         if self.index is not None:
             y = y.index_select(1, self.index.to(x.device))
@@ -73,18 +76,16 @@ class Affine:
 
 @dataclass
 class CallPlan:
-    """One denoiser call: component name, latents, times, per-prompt and shared arguments; `out`
-    maps one output row to one row of latents, or is None: only the pipeline knows. streams: how
-    many of its outputs are predictions."""
+    """How one denoiser call is made: what each of its arguments follows, and what its output is."""
 
-    module: str
-    blocks: int
-    slots: list[Slot]
-    times: list[Time]
-    rows: list[Rows]
-    shared: dict[Path, Any]
-    out: Affine | None
-    streams: int = 1
+    module: str  # name of the component that is called
+    blocks: int  # copies of the batch in this call
+    slots: list[Slot]  # arguments that hold latents
+    times: list[Time]  # arguments that follow the time
+    rows: list[Rows]  # arguments that belong to a prompt
+    shared: dict[Path, Any]  # all others, the same for all rows and times
+    out: Affine | None  # from a row of output to one of latents; None: only the pipeline can tell
+    streams: int = 1  # how many of the network's outputs are predictions
 
     def arguments(
         self, fixed: dict[Path, Any], x: Tensor, sigma: Tensor, time: Tensor, blocks: int
@@ -121,22 +122,16 @@ class CallPlan:
 
 @dataclass
 class Slot:
-    """An argument that holds latents: affine(x') * factor(sigma), factor "1" or "1/r" (a network
-    that reads input of constant variance; data: the standard deviation of its data).
+    """An argument that holds latents: map(x') * factor(sigma), where factor is 1 or 1 / r."""
 
-    moving: what is added to the latents follows sigma, c0 + c1 sigma (a picture that is noised
-    along, outside a mask). own: which latents are read belongs to the prompt (its mask). is_list: a
-    Python list of tensors, one a row.
-    """
-
-    path: Path
-    map: Affine
-    rule: str
-    dtype: torch.dtype
-    moving: bool = False
-    own: bool = False
-    is_list: bool = False
-    data: float = 1.0
+    path: Path  # where in the call it is
+    map: Affine  # from a row of latents to this argument
+    rule: str  # "1", or "1/r" where the network reads input of constant variance
+    dtype: torch.dtype  # of the argument
+    moving: bool = False  # what is added to the latents is c0 + c1 sigma (a picture, noised along)
+    own: bool = False  # which latents are read belongs to the prompt (its mask)
+    is_list: bool = False  # a Python list of tensors, one a row
+    data: float = 1.0  # standard deviation of the network's data, in the rule 1/r
 
     def factor(self, sigma: Tensor) -> Tensor:
         if self.rule == "1":
@@ -146,8 +141,8 @@ class Slot:
     def __call__(
         self, x: Tensor, sigma: Tensor, constant: Tensor | None, scale: Tensor | None = None
     ) -> Tensor:
-        """x (n, *L), constant (n, D), or (n, 2, D) where it is moving, scale (n, D) where it is its
-        own -> one block of the argument, (n * repeats, ...)."""
+        """Compute one block of the argument, (n * repeats, ...), of x (n, *L). constant: (n, D), or
+        (n, 2, D) where it is moving; scale: (n, D) where it belongs to the prompt."""
         flat = x.flatten(1)
         factor = (
             expand(self.factor(sigma).to(x, non_blocking=True), flat)
@@ -163,17 +158,18 @@ class Slot:
 
 @dataclass
 class Time:
-    """An argument that follows the model time t or sigma: a named rule, or elementwise a * t + c
-    with a, c shaped as one row of it."""
+    """An argument that follows the model time t or sigma: by a named rule, or elementwise as
+    a * t + c or a * sigma + c."""
 
-    path: Path
-    rule: str
-    dtype: torch.dtype
-    a: Tensor | None = None
-    c: Tensor | None = None
+    path: Path  # where in the call it is
+    rule: str  # a key of RULES, or a text that names t or sigma, for a and c
+    dtype: torch.dtype  # of the argument
+    a: Tensor | None = None  # shaped as one row of the argument; None: a named rule
+    c: Tensor | None = None  # likewise
 
     def __call__(self, t: Tensor, sigma: Tensor, like: Tensor) -> Tensor:
-        """t, sigma (n,) or () fp64 -> (n, ...) for like (n, *L)."""
+        """Compute the argument, (n, ...) for n rows of like (n, *L), of t and sigma (n,) or ()
+        fp64."""
         n, device = like.shape[0], like.device
         if self.a is not None and self.c is not None:
             u = (sigma if "sigma" in self.rule else t).expand(n)
@@ -199,14 +195,14 @@ RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class Rows:
-    """An argument with one entry a prompt along `axis`, ordered blocks x rows x repeats; kept as
-    (blocks, P, repeats, ...). is_list: a Python list."""
+    """An argument with entries for each prompt, ordered blocks x rows x repeats; kept as (blocks,
+    P, repeats, ...)."""
 
-    path: Path
-    axis: int
-    blocks: int
-    repeats: int
-    is_list: bool = False
+    path: Path  # where in the call it is
+    axis: int  # on which its entries lie
+    blocks: int  # 1, or one for each block of the call
+    repeats: int  # entries of one prompt
+    is_list: bool = False  # a Python list
 
     def keep(self, value: Any, rows: int, drop: int) -> Any:
         """Bring a recorded value into the kept form, without the last `drop` rows: (blocks, P,
@@ -222,7 +218,7 @@ class Rows:
         return v.reshape(self.blocks, rows, self.repeats, *v.shape[1:])[:, : rows - drop]
 
     def gather(self, kept: Any, rows: Tensor, blocks: list[int]) -> Any:
-        """The argument for `rows` of the prompts, in each of `blocks`."""
+        """Make the argument for `rows` (n,) of the prompts, in each of `blocks`."""
         if kept is None:
             return None
         chosen = blocks if self.blocks > 1 else [0]
@@ -233,7 +229,8 @@ class Rows:
 
 
 def _picked(kept: list[list[Any]], rows: Tensor) -> list[Any]:
-    """Entries of these rows; equal ones spare a synchronisation with the device."""
+    """Entries of these rows. Where all prompts have equal ones, rows are not read, which would wait
+    for the device."""
     if all(_equal(row, kept[0]) for row in kept[1:]):
         return kept[0] * len(rows)
     return [entry for i in rows.tolist() for entry in kept[i]]
@@ -248,22 +245,21 @@ def _equal(a: list[Any], b: list[Any]) -> bool:
 
 @dataclass(eq=False)
 class Group:
-    """Prompts whose arguments have the same shapes and share what is not theirs alone.
+    """Prompts that can be rows of one call: their arguments have the same shapes, and they share
+    all other arguments."""
 
-    kept[regime][call] holds the per-prompt arguments, of which rows of any number are gathered;
-    shared[regime][call] the others.
-    """
-
+    # [regime][call]: arguments of each prompt, of which any rows are gathered
     kept: list[list[dict[Path, Any]]]
-    shared: list[list[dict[Path, Any]]]
-    cache: dict[Any, Any] = field(default_factory=dict)
+    shared: list[list[dict[Path, Any]]]  # [regime][call]: the other arguments
+    cache: dict[Any, Any] = field(default_factory=dict)  # what was gathered last, see gather
 
     def gather(
         self, at: tuple[int, int], plan: CallPlan, rows: Tensor, blocks: list[int]
     ) -> dict[Path, Any]:
-        """Arguments of call `plan`, the one at (regime, call), that follow neither x nor time.
+        """Gather arguments of call `plan`, the one at (regime, call), that follow neither x nor
+        time.
 
-        Remembered while the same tensor of rows is asked for: a sampling loop gathers once.
+        They are remembered while the same tensor of rows is given: a sampling loop gathers once.
         """
         version = None if rows.is_inference() else rows._version  # None: it cannot be told
         seen = self.cache
@@ -290,20 +286,17 @@ class Group:
 
 @dataclass(eq=False)
 class Cond:
-    """P prompts, encoded once.
+    """P prompts, encoded once: what the networks are given of them."""
 
-    places: (group, row in it) of each prompt. starts: x0 of the pictures that late loops start
-    from, (P, *L). tails: what the pipeline adds to its latents before it decodes them, and which
-    of them it takes, (P, 2, D). weights: of the text encoders that made this, where they are
-    trained; others: the same prompts by other weights (flowrl/policy/text.py).
-    """
-
-    items: tuple[PromptItem, ...]
-    groups: list[Group]
-    places: list[tuple[int, int]]
-    starts: Tensor | None = None
+    items: tuple[PromptItem, ...]  # the P prompts
+    groups: list[Group]  # prompts that can share a call
+    places: list[tuple[int, int]]  # (group, row in it) of each prompt
+    starts: Tensor | None = None  # (P, *L) x0 of the pictures that late loops start from
+    # (P, 2, D): what is added to latents before decoding, and which are taken
     tails: Tensor | None = None
+    # which weights of trained text encoders made this (policy/text.py)
     weights: tuple[Any, ...] | None = None
+    # the same prompts, by other weights
     others: dict[tuple[Any, ...], Cond] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -315,14 +308,14 @@ class Cond:
 
     @classmethod
     def of(cls, prompts: Sequence[str], values: dict[Path, Any]) -> Cond:
-        """One call with these per-prompt arguments, each (1, P, ...)."""
+        """Prompts for a single call, with these arguments of theirs, each (1, P, ...)."""
         items = tuple(PromptItem(prompt) for prompt in prompts)
         group = Group([[values]], [[{}]])
         return cls(items, [group], [(0, k) for k in range(len(items))])
 
     def split(self, rows: Tensor) -> list[tuple[Group, Tensor | None, Tensor]]:
-        """rows (n,) by group: (the group, which of the rows are its own, None: all; their rows in
-        the group)."""
+        """Sort rows (n,) by group: (the group; which of the rows belong to it, None: all; their
+        rows in the group)."""
         if len(self.groups) == 1:
             return [(self.groups[0], None, rows)]
         places = torch.tensor([self.places[row] for row in rows.tolist()], device=rows.device)

@@ -1,4 +1,4 @@
-"""Bind prompts to a Replay: stubbed runs encode them, and what belongs to a prompt is kept."""
+"""Encode prompts for a Replay: stubbed runs show what the networks are given of each prompt."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CHUNK = 64  # prompts that are encoded in one run
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """What one run recorded of its prompts."""
+    """What one run recorded of its prompts, by regime and call."""
 
-    kept: Values
-    shared: Values
-    count: int
+    kept: Values  # what belongs to each prompt
+    shared: Values  # what all of them share
+    count: int  # number of prompts
 
     def fits(self, other: Bound) -> bool:
         """Whether the prompts of both can be rows of one call."""
@@ -62,7 +62,7 @@ def bind(
 
 
 def _joined(parts: list[Values]) -> Values:
-    """Runs on some prompts each as one."""
+    """Join what several runs kept of their prompts, as if one run had encoded all."""
     if len(parts) == 1:
         return parts[0]
     return [
@@ -83,7 +83,7 @@ def _cat(values: list[Any]) -> Any:
 
 
 def _shapes(kept: Values) -> list[Any]:
-    """Of one prompt's entries, in all that is kept."""
+    """Shapes of one prompt's entries in all that is kept."""
     return [
         [(path, *_shape(value)) for path, value in call.items()]
         for regime in kept
@@ -149,7 +149,7 @@ def _bind(
 def _call(
     replay: Replay, plan: CallPlan, k: int, own: Recorded, sizes: tuple[int, int]
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
-    """(what belongs to a prompt, what is shared) in call k of a regime's iterations."""
+    """Return (what belongs to a prompt, what is shared) of call k in a regime's iterations."""
     prompts, pad = sizes
     call: DenoiserCall = own[0][0].calls[k]
     values = {r.path: r.keep(get(call.args, r.path), prompts + pad, pad) for r in plan.rows}
@@ -175,7 +175,7 @@ def _check_size(slot: Slot, size: int) -> None:
 def _scale(
     replay: Replay, slot: Slot, k: int, zero: tuple[RecordedStep, Tensor], one: RecordedStep
 ) -> Tensor:
-    """Which latents an argument reads, as Affine.scale, of each prompt: (blocks, rows, D)."""
+    """The scale with which an argument of each prompt reads latents: (blocks, rows, D)."""
     blocks, repeats = slot.map.blocks, slot.map.repeats
     at, sigma = zero
     held, with_one = (stacked(get(it.calls[k].args, slot.path)).float() for it in (at, one))
@@ -202,5 +202,5 @@ def _constant(replay: Replay, slot: Slot, k: int, own: Recorded) -> Tensor:
 
 
 def stacked(value: Any) -> Tensor:
-    """A tensor, or a list of tensors (one a row) as one."""
+    """Return a tensor as it is, and a list of tensors, one a row, as one tensor."""
     return torch.stack(list(value)) if isinstance(value, list | tuple) else value

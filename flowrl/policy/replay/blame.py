@@ -1,5 +1,5 @@
-"""A library's error inside a pipeline's call: where it was, which of the user's arguments could
-matter there, and the library's own words."""
+"""Explain a library's error inside a pipeline's call: where it was, which of the user's arguments
+could matter there, and the library's own words."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
 def _advice(
     pipe: Any, given: Mapping[str, Any], said: str, read: Sequence[str], values: Mapping[str, Any]
 ) -> str:
-    """What the user may do. read: arguments of the method that fails; values: of the call's."""
+    """Say what the user may do. read: arguments of the method that fails; values: those of the
+    call, with their values."""
     if re.search(ABOUT_TYPES, said) and (types := _types_of(pipe)):
         return f"its networks are of different types ({types}): give them one, as pipe.to(...) does"
     named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", said)]
@@ -93,8 +94,8 @@ def _advice(
 
 
 def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, Sequence[str]]:
-    """Where an error was, of the frames below the pipeline's call: (in words; arguments of the
-    pipeline's method, none in the call itself)."""
+    """Find where an error was, among the frames below the pipeline's call -> (in words; arguments
+    of the pipeline's method, none in the call itself)."""
     theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(OURS)]
     names = {id(part): name for name, part in pipe.components.items() if part is not None}
     found = (names.get(id(frame.f_locals.get("self"))) for frame in theirs)
@@ -115,8 +116,8 @@ def _blind(pipe: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _types_of(pipe: Any) -> str:
-    """The floating-point types of each network but the VAE, which may have one of its own; "" where
-    all are of one."""
+    """Name the floating-point types of each network but the VAE, which may have another; "" where
+    all have the same."""
     found = {
         name: sorted({str(p.dtype)[6:] for p in part.parameters() if p.is_floating_point()})
         for name, part in pipe.components.items()

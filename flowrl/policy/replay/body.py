@@ -24,12 +24,11 @@ STEPS = 8
 
 @dataclass(eq=False)
 class BodyReplay(Replay):
-    """A Replay without regimes. why: what could not be inferred; branches: network rows that a
-    state costs."""
+    """A Replay without regimes: every prediction is one iteration of the pipeline's own loop."""
 
-    prober: Prober = field(kw_only=True)
-    why: str = field(kw_only=True)
-    branches: int = field(kw_only=True)
+    prober: Prober = field(kw_only=True)  # runs the pipeline
+    why: str = field(kw_only=True)  # a sentence that says what could not be inferred
+    branches: int = field(kw_only=True)  # network rows that a state costs
 
     def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
         self.check(request.guidance)
@@ -62,7 +61,9 @@ class BodyReplay(Replay):
 
 
 def body_replay(prober: Prober, coords: Coords, why: str) -> tuple[Replay, int]:
-    """The loop of a pipeline as it is, and the number of steps at which it is entered."""
+    """Return a BodyReplay, and the number of steps with which the pipeline is called.
+
+    why: what could not be inferred."""
     x = torch.zeros(prober.count + len(prober.runner.pad), *prober.shape)
     iterations = prober.run(prober.rows(prober.count), STEPS, latents=always(x))
     times = prober.runner.pipe.scheduler.timesteps.double().cpu()

@@ -22,7 +22,7 @@ from flowrl.policy.replay.record import prediction_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Where a velocity is asked for, and with which guidance (see Policy.velocity)."""
+    """Where velocities are wanted, and with which guidance (see Policy.velocity)."""
 
     x: Tensor  # (n, *L) fp32, flow coordinates
     sigma: Tensor  # (n,) fp64, or () on the CPU: the same for all rows
@@ -34,13 +34,13 @@ class Request:
     detach_uncond: bool = False  # whether no gradient passes through the unconditional branch
 
     def take(self, at: Tensor) -> Request:
-        """The rows `at` of a request whose rows have their own sigmas."""
+        """This request for the rows `at` only."""
         sigma = self.sigma[at] if self.sigma.ndim else self.sigma
         local = None if self.local is None else self.local[at]
         return replace(self, x=self.x[at], sigma=sigma, rows=self.rows[at], local=local)
 
     def within(self, group: Group, at: Tensor | None, local: Tensor) -> Request:
-        """The rows `at` (None: all), which are rows `local` of a group."""
+        """This request for the rows `at` only (None: all); `local` are their places in `group`."""
         own = self if at is None else self.take(at)
         return replace(own, group=group, local=local)
 
@@ -64,12 +64,12 @@ class LastRows:
 
 @dataclass(eq=False)
 class Replay:
-    """The inferred loop body. boundaries[i]: regime i runs at times >= boundaries[i], the last
-    regime below all of them."""
+    """The inferred body of a pipeline's loop."""
 
-    regimes: list[Regime]
+    regimes: list[Regime]  # sets of networks, from high noise to low
+    # model times: regime i runs from boundaries[i] up, the last one below all
     boundaries: list[float]
-    coords: Coords
+    coords: Coords  # of the pipeline's scheduler
     shape: tuple[int, ...]  # of one row of latents
     pipeline: str  # name of its class
     alone: bool = False  # networks get one row at a time: the pipeline takes no more
@@ -78,7 +78,8 @@ class Replay:
     combine: Callable[[int, list[Tensor], Request], Tensor] | None = None
 
     def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
-        """The pipeline's own combined prediction (n, *L) fp32, and the network rows it took."""
+        """Return the pipeline's own combined prediction (n, *L) fp32, and the network rows it
+        took."""
         if self.alone and len(request.x) > 1:
             single = torch.arange(len(request.x), device=request.rows.device).split(1)
             return together((at, self.predict(modules, request.take(at))) for at in single)
@@ -129,7 +130,7 @@ class Replay:
         return self.combine(which, ordered, request), network_rows
 
     def _passes(self, which: int, request: Request, time: Tensor) -> Iterator[Pass]:
-        """What is run of regime `which`, with its arguments."""
+        """Yield the calls of regime `which` that this request needs, with their arguments."""
         assert request.group is not None and request.local is not None
         regime = self.regimes[which]
         for call, blocks, branches, grad in regime.passes(request):
@@ -144,11 +145,12 @@ class Regime:
     """The calls of one loop iteration, and the rule that combines the outputs of their branches: a
     branch is a block of a call, numbered through all calls."""
 
-    calls: list[CallPlan]
-    guidance: Guidance
+    calls: list[CallPlan]  # in the order of the loop
+    guidance: Guidance  # how the outputs of all branches become one prediction
 
     def passes(self, request: Request) -> Iterator[tuple[int, list[int], list[int], bool]]:
-        """What runs in one forward: (call, its blocks, their branches, whether with gradient)."""
+        """Yield what runs in one forward: (call, its blocks, their branches, whether with
+        gradient)."""
         grad, cond, first = torch.is_grad_enabled(), self.guidance.cond, 0
         for call, plan in enumerate(self.calls):
             branches = list(range(first, first + plan.blocks))
@@ -164,8 +166,8 @@ class Regime:
 
 
 def together(parts: Iterable[tuple[Tensor, tuple[Tensor, int]]]) -> tuple[Tensor, int]:
-    """(rows (m,), (their predictions (m, *L), network rows)) of parts that hold each row once ->
-    the predictions in order (n, *L), and all network rows."""
+    """Join parts that hold each row once, each (rows (m,), (their predictions (m, *L), network
+    rows)) -> the predictions in the order of rows (n, *L), and the sum of network rows."""
     at, made = zip(*parts, strict=True)
     order = torch.cat(at).argsort()
     return torch.cat([part for part, _ in made])[order], sum(count for _, count in made)
@@ -187,9 +189,10 @@ def outputs(
 ) -> Iterator[tuple[Pass, Tensor]]:
     """Run the network: every pass with the prediction of its rows.
 
-    Some pipelines (Wan) run guidance's branches in a call each. Rows of a call do not know of one
-    another, or prompts could not share one; so two calls with the same arguments, whose tensors
-    have the same shapes but for the batch, are one call of twice the rows. apart: each has its own.
+    Some pipelines (Wan) call the network once for each branch of guidance. The rows of a call do
+    not depend on each other, or prompts could not share one; so two calls with the same arguments,
+    whose tensors have the same shapes but for the batch, become one call of twice the rows. apart:
+    no two passes share a call.
     """
     for alike in joined(passes, apart=apart):
         first = alike[0]
@@ -200,7 +203,7 @@ def outputs(
 
 
 def joined(passes: Iterable[Pass], *, apart: bool) -> list[list[Pass]]:
-    """Passes in order, those that one call can make together; apart: each has its own."""
+    """Group passes in order: those of a group are one call. apart: each is a group."""
     out: list[list[Pass]] = []
     for one in passes:
         if out and not apart and _fits(out[-1][0], one):

@@ -15,16 +15,15 @@ from flowrl.policy.replay.errors import UnreplayableError
 
 @dataclass
 class Leaf:
-    """One argument or nested entry. axis: where the batch lies, None if shared; is_list: a Python
-    list with entries per row."""
+    """One argument of a call, or an entry nested in one."""
 
-    path: Path
-    axis: int | None = None
-    is_list: bool = False
+    path: Path  # keys and positions that lead to it
+    axis: int | None = None  # where the batch lies; None: it has none
+    is_list: bool = False  # a Python list with entries for each row
 
 
 def name(path: Path) -> str:
-    """The path as it is written in Python."""
+    """Write a path as Python does: a[0]['b']."""
     return str(path[0]) + "".join(f"[{k!r}]" for k in path[1:])
 
 
@@ -57,7 +56,7 @@ def leaves(a: Any, b: Any, rows_a: int, rows_b: int, path: Path = ()) -> Iterato
 
 
 def differs(a: Any, b: Any) -> bool:
-    """True when two recorded values of one argument are not equal."""
+    """Whether two recorded values of one argument are not equal."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.shape != b.shape or not torch.equal(a.to(b.dtype), b)
     if isinstance(a, list | tuple):
@@ -70,8 +69,8 @@ def differs(a: Any, b: Any) -> bool:
 
 
 def fit_time(path: Path, values: list[Any], t: Tensor, s: Tensor, batched: bool) -> Time:
-    """The rule by which an argument follows t (J,) or sigma (J,); values: what it was at these
-    times. Elementwise affine in t or s at worst."""
+    """Find the rule by which an argument follows t (J,) or sigma (J,): a named one, else affine in
+    either, elementwise. values: what it was at these times."""
     if not all(isinstance(v, Tensor | int | float) and not isinstance(v, bool) for v in values):
         raise UnreplayableError(
             f"argument {name(path)} changes from step to step and is not a number; it cannot be"
@@ -91,7 +90,7 @@ def fit_time(path: Path, values: list[Any], t: Tensor, s: Tensor, batched: bool)
 
 
 def _named_rule(path: Path, stack: Tensor, t: Tensor, s: Tensor, dtype: torch.dtype) -> Time | None:
-    """One of RULES, for an argument that is one number for all rows at each time."""
+    """Find one of RULES, for an argument that is one number for all rows at each time."""
     exact = torch.finfo(dtype).eps * 8
     flat = stack.double().reshape(len(stack), -1)
     if stack.ndim > 2 or not bool((flat == flat[:, :1]).all()):
@@ -107,7 +106,7 @@ def _named_rule(path: Path, stack: Tensor, t: Tensor, s: Tensor, dtype: torch.dt
 
 
 def _affine_rule(path: Path, row: Tensor, t: Tensor, s: Tensor, dtype: torch.dtype) -> Time | None:
-    """a * t + c or a * sigma + c, elementwise; row (J, ...): one row of the argument."""
+    """Fit a * t + c or a * sigma + c, elementwise; row (J, ...): one row of the argument."""
     exact = torch.finfo(dtype).eps * 8
     found: list[tuple[float, Time]] = []
     for label, u in (("t", t), ("sigma", s)):

@@ -23,15 +23,11 @@ from flowrl.types import expand
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Noise levels of one sampling run, from the pipeline's own scheduler.
+    """Noise levels of one sampling run, from the pipeline's own scheduler."""
 
-    sigmas (T+1,) fp64, descending, in [0, 1]; times (T,) fp64: the exact model time of sigmas[:-1];
-    start: noise * start is x at sigmas[0].
-    """
-
-    sigmas: Tensor
-    times: Tensor
-    start: float = 1.0
+    sigmas: Tensor  # (T+1,) fp64, descending, in [0, 1]
+    times: Tensor  # (T,) fp64: the exact model time of sigmas[:-1]
+    start: float = 1.0  # noise * start is x at sigmas[0]
 
     @property
     def steps(self) -> int:

@@ -93,8 +93,8 @@ def _constant(part: Affine, like: Tensor) -> Tensor | None:
 
 
 class TailDecoder:
-    """The pipeline's own tail, for one that is no VAE call between affine maps: a stubbed run a
-    row, differentiable where the tail is."""
+    """Decode by the pipeline's own tail, where it is no VAE call between affine maps: by a stubbed
+    run for each row, differentiable where the tail is."""
 
     def __init__(self, prober: Prober, steps: int) -> None:
         self.prober, self.steps = prober, steps
@@ -113,8 +113,8 @@ class TailDecoder:
 
 
 def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder | TailDecoder:
-    """Probe the tail of the pipeline: what vae.decode receives for chosen latents, and what becomes
-    of chosen VAE outputs."""
+    """Infer a decoder by probing the tail of the pipeline: what vae.decode receives for chosen
+    latents, and what becomes of chosen VAE outputs."""
     vae = getattr(prober.runner.pipe, "vae", None)
     if vae is None or not hasattr(vae, "decode"):
         raise UnreplayableError(
@@ -153,9 +153,13 @@ def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decod
 
 
 def round_alike(decoder: Decoder, prober: Prober, steps: int) -> None:
-    """Round what is another for each channel as a pipeline of low precision does: deviations and
-    means are tensors of its type, and latents are multiplied by the former, or divided by their
-    inverses; or all is done in fp32. One scale of all channels is a number, which is exact."""
+    """Make the decoder round the latents' statistics as a pipeline of low precision does.
+
+    There, the deviation and mean of each channel are tensors of low precision, and latents are
+    multiplied by deviations, or divided by their inverses; or all is done in fp32. The way that
+    gives most of the pipeline's own values is taken. One scale for all channels is a number, which
+    is exact.
+    """
     before, dtype = decoder.before, decoder.dtype
     exact = dtype == torch.float32 or not before.scale.ndim or before.const is None
     if exact or decoder.own or before.blocks > 1:
@@ -176,8 +180,8 @@ def round_alike(decoder: Decoder, prober: Prober, steps: int) -> None:
 
 
 def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[PromptItem]) -> Tensor:
-    """What the pipeline adds to its latents before it decodes them, and which of them it takes:
-    (P, 2, D) fp32."""
+    """What the pipeline adds to the latents of each prompt before it decodes them, and with which
+    scale it takes them: (P, 2, D) fp32."""
     out = []
     for item in items:
         probe = TailProbe(prober, steps, [item], 1)
@@ -189,8 +193,8 @@ def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[PromptIt
 
 
 def _received(probe: TailProbe, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What vae.decode receives for each of these latents: in fp32, but where a network of the tail
-    takes the pipeline's own type alone."""
+    """What vae.decode receives for each of these latents, in fp32; or in the pipeline's own type,
+    where a network of the tail takes no other."""
     try:
         return {key: probe.received_for(x, exact=True) for key, x in given.items()}
     except (RuntimeError, ValueError) as error:
@@ -204,10 +208,11 @@ class TailProbe:
     """Stubbed runs of a pipeline to its VAE, or to its media with noise in place of the VAE's
     output."""
 
-    prober: Prober
-    steps: int
-    items: Sequence[PromptItem]
+    prober: Prober  # runs the pipeline
+    steps: int  # of each run
+    items: Sequence[PromptItem]  # prompts of each run
     rows: int  # with those that fix the text length
+    # what vae.decode was given in the last run, call by call
     received: list[Tensor] = field(default_factory=list)
     image: tuple[int, ...] = ()  # shape of one row of the VAE's output, once it was made
     noise: Tensor | None = None  # (rows, *image) in [0, 1), in a run to media
@@ -220,7 +225,7 @@ class TailProbe:
         return torch.cat(self.received)
 
     def returned_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(noise (rows, *image), the media (rows, ...) that the pipeline makes of it)."""
+        """Return (noise (rows, *image), the media (rows, ...) that the pipeline makes of it)."""
         image = self._image(self.received_for(x))
         generator = torch.Generator().manual_seed(0)
         self.noise = torch.rand(self.rows, *image, generator=generator)
@@ -241,7 +246,7 @@ class TailProbe:
             )
 
     def _decode(self, z: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
-        """In place of vae.decode, for some of the rows."""
+        """Stand in for vae.decode, which is called for some of the rows."""
         first = sum(map(len, self.received))
         more = [*args, *(v for k, v in kwargs.items() if k != "generator")]
         if first + len(z) > self.rows or any(v is not None for v in more):
@@ -291,7 +296,7 @@ def _output(sample: Tensor) -> Any:
 
 
 def decoded(vae: Any, z: Tensor, *args: Any, decode: Any = None, **kwargs: Any) -> Tensor:
-    """vae.decode(z), row by row where the VAE takes no batch."""
+    """Return vae.decode(z), computed row by row where the VAE takes no batch."""
     decode = decode or vae.decode
     try:
         return decode(z, *args, return_dict=False, **kwargs)[0]
@@ -302,7 +307,7 @@ def decoded(vae: Any, z: Tensor, *args: Any, decode: Any = None, **kwargs: Any) 
 
 
 def media_of(result: Any) -> Tensor:
-    """A pipeline's media as one tensor: some return a list of them."""
+    """Return a pipeline's media as one tensor; some pipelines return a list."""
     if isinstance(result, list | tuple):
         return torch.stack([torch.as_tensor(media) for media in result])
     return torch.as_tensor(result)
@@ -311,7 +316,7 @@ def media_of(result: Any) -> Tensor:
 def tail(
     prober: Prober, steps: int, x: Tensor, items: Sequence[PromptItem], *, grad: bool = False
 ) -> Tensor:
-    """The pipeline's own decoding of its latents x (P, *L) -> media (P, ...)."""
+    """Decode latents x (P, *L) by the pipeline itself -> media (P, ...)."""
     made = []
     for group, part in zip(prober.apart(items), _like(prober, x), strict=True):
         vae = prober.runner.pipe.vae
@@ -345,5 +350,5 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _like(prober: Prober, x: Tensor) -> list[Tensor]:
-    """x in the runs that its rows take."""
+    """Split x into the runs that its rows take."""
     return list(x.split(1)) if prober.runner.single else [x]

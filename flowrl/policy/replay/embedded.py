@@ -1,4 +1,4 @@
-"""One embedding of each prompt, out of what a network is given of it."""
+"""Make one embedding of each prompt out of what a network is given of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from flowrl.policy.replay.call import Regime, Replay
 
 
 def embedded(replay: Replay, cond: Cond) -> Tensor | None:
-    """(P, d) fp32: the widest vector that the conditional branch gets of each prompt, else the mean
-    over tokens of the widest sequence. None: it gets neither, or the loop runs as it is."""
+    """Return (P, d) fp32: the widest vector that the conditional branch gets of each prompt, else
+    the mean over tokens of the widest sequence. None where it gets neither, or the loop runs as it
+    is."""
     if not replay.regimes:
         return None
     call, block = conditional(replay.regimes[0])
@@ -25,7 +26,7 @@ def embedded(replay: Replay, cond: Cond) -> Tensor | None:
 
 
 def conditional(regime: Regime) -> tuple[int, int]:
-    """(call, its block) of the branch that has the prompt."""
+    """Find (call, its block) of the branch that has the prompt."""
     first = 0
     for call, plan in enumerate(regime.calls):
         if regime.guidance.cond < first + plan.blocks:
@@ -35,7 +36,7 @@ def conditional(regime: Regime) -> tuple[int, int]:
 
 
 def _of_group(kept: dict[Any, Any], block: int) -> Tensor | None:
-    """(P, d) of the prompts of a group."""
+    """Return (P, d) of the prompts of a group."""
     found: dict[tuple[bool, int], Tensor] = {}  # (is it a vector, its width)
     for path in sorted(kept, key=str):
         value = _rows(kept[path], block)
@@ -46,7 +47,8 @@ def _of_group(kept: dict[Any, Any], block: int) -> Tensor | None:
 
 
 def _rows(value: Any, block: int) -> Tensor | None:
-    """(P, ...) fp32 of a kept argument, of its first repeat; None for what is no such tensor."""
+    """Return (P, ...) fp32, the first repeat of a kept argument; None for what is no such
+    tensor."""
     if isinstance(value, list):
         firsts = [row[0] for row in value[block if len(value) > 1 else 0]]
         if not all(isinstance(one, Tensor) and one.ndim == 2 for one in firsts):

@@ -1,8 +1,9 @@
-"""Text encoders and VAE encoders of a pipeline, asked the same thing once.
+"""A memory for the answers of a pipeline's text encoders and VAE encoder, so that equal calls are
+computed once.
 
 Probing and re-entry run the pipeline from its beginning many times, with the same few prompts; a
-training run asks for the same prompts again. Of an answer is kept what the pipeline reads of it
-(one of the states of all layers, no logits). Answers of text encoders may be kept on disk, too
+training run encodes the same prompts again. Only what the pipeline reads of an answer is kept (the
+states of one layer, no logits). Answers of text encoders can be kept on disk as well
 (replay/prompt_cache.py).
 """
 
@@ -39,16 +40,15 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class EncoderCall:
-    """A call of a network, or what is one row of it. tokens: it is of a text encoder, and its
-    answer waits in host memory."""
+    """A call of an encoder, or one row of such a call."""
 
-    network: nn.Module
-    name: str
-    real: Callable[..., Any]
-    args: tuple
-    kwargs: dict[str, Any]
-    tokens: bool
-    key: Key
+    network: nn.Module  # which is asked
+    name: str  # "<component>.<method>"
+    real: Callable[..., Any]  # its method, not the one that answers in its place
+    args: tuple  # of the call, or one row of them
+    kwargs: dict[str, Any]  # likewise
+    tokens: bool  # it is a text encoder, and its answer waits in host memory
+    key: Key  # equal for equal calls
 
     def other(self, given: tuple[tuple, dict[str, Any]]) -> EncoderCall:
         """The same with other arguments; TypeError where one cannot be compared."""
@@ -59,8 +59,8 @@ class EncoderCall:
         return next((t.device for t in tensors_in((self.args, self.kwargs))), None)
 
     def ask(self, only: set[Path] | None, *, logits: bool) -> Any:
-        """The network's own answer. only: the tensors whose values are kept (None: of all). logits:
-        whether those of all tokens are read; else the network makes one."""
+        """Ask the network. only: the tensors whose values are kept (None: all). logits: whether the
+        logits of all tokens are read; else the network computes those of one token."""
         given, generates = self.kwargs, self.name.endswith(".generate")
         known = () if logits or generates else inspect.signature(self.real).parameters
         few = FEW_LOGITS in known and FEW_LOGITS not in given
@@ -80,19 +80,18 @@ class EncoderCall:
 
 
 class Answers:
-    """Outputs of frozen networks by the content of their arguments, the latest ones.
+    """The latest outputs of frozen networks, by the content of their arguments.
 
-    A text encoder of transformers treats the rows of its batch apart, so each row is asked for
-    once, whichever rows are beside it, and alone: the last bits of a row depend on how many are
-    computed with it, and a resumed run, which knows no answers yet, would compute others together.
-    read: which tensors the pipeline has read of each network's answers. Once it read some, others
-    are not kept, and the network is asked again where one is read after all. disk: where answers
-    are stored and looked for.
+    A text encoder of transformers treats the rows of its batch apart, so each row is computed once,
+    and alone, whichever rows are beside it: the last bits of a row depend on how many are computed
+    with it, and a resumed run, which knows no answers yet, would compute others together.
     """
 
     def __init__(self, disk: PromptCache | None = None) -> None:
-        self.disk = disk
+        self.disk = disk  # where answers are stored and looked for
         self.kept: OrderedDict[Key, Any] = OrderedDict()  # on meta: values that are not kept
+        # which tensors of each network's answers the pipeline has read: once it read some, others
+        # are not kept, and the network is asked again where one is read after all
         self.read: dict[str, set[Path]] = {}
         self.fresh: dict[Key, EncoderCall] = {}  # whose answers may hold more than is read
         self.runs = 0  # that are going on, one within another
@@ -109,7 +108,8 @@ class Answers:
     def __call__(
         self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """real(*args, **kwargs), or its answer to equal arguments; a copy, since callers edit."""
+        """Return real(*args, **kwargs), or its answer to equal arguments: a copy, since callers
+        edit what they get."""
         try:
             asked = self._questions(name, network, real, args, kwargs)
         except TypeError:  # an argument that cannot be compared
@@ -135,7 +135,7 @@ class Answers:
     def _questions(
         self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
     ) -> list[EncoderCall]:
-        """One for each row of tokens, or a single one."""
+        """The call as questions: one for each row of tokens, or a single one."""
         given = (args, kwargs)
         rows = _rows(given) if isinstance(network, PreTrainedModel) else 1
         one = EncoderCall(network, name, real, *given, tokens=_has_tokens(given), key=())
@@ -143,7 +143,7 @@ class Answers:
         return [one.other(own) for own in each]
 
     def _answer(self, question: EncoderCall) -> Any:
-        """What is kept of the answer to a question, which is asked if there is none."""
+        """What is kept of the answer to a question; the network is asked if nothing is."""
         key = question.key
         if key not in self.kept:
             stored = self._stored(question)
@@ -158,7 +158,7 @@ class Answers:
         return self.kept[key]
 
     def _stored(self, question: EncoderCall) -> str | None:
-        """The name of its answer on disk."""
+        """The name of the answer on disk; None where it is not stored."""
         # not the component: pipelines share their encoders
         method, device = question.name.rpartition(".")[2], question.device
         if self.disk is None or device is None or not question.tokens or method == "generate":
@@ -186,7 +186,7 @@ class Answers:
         return old[path]
 
     def _ended(self) -> None:
-        """After a run: keep what was read, and forget the oldest answers if all are too much."""
+        """After a run, keep what was read, and forget the oldest answers if all are too much."""
         self.runs -= 1
         if self.runs or not self.fresh:
             return
@@ -237,13 +237,14 @@ class Answers:
 
 
 def _followed(given: Any) -> bool:
-    """Whether a gradient is to pass: what comes from a trained encoder is not answered."""
+    """Whether a gradient passes through the call: what comes from a trained encoder must be
+    computed anew."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(given))
 
 
 def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> tuple[Any, ...]:
-    """Of a call; TypeError where an argument cannot be compared. where: stands for the devices of
-    tensors, which processes number otherwise."""
+    """A key that is equal for equal calls; TypeError where an argument cannot be compared. where:
+    stands for the devices of tensors, which processes number otherwise."""
     entries, structure = tree_flatten((args, dict(sorted(kwargs.items()))))
     cast = [
         (kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)
@@ -252,7 +253,7 @@ def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> t
 
 
 def _content(value: Any, where: str | None) -> Any:
-    """Something hashable that is equal for equal values; TypeError where there is none."""
+    """A hashable that is equal for equal values; TypeError where there is none."""
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest = hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
@@ -263,8 +264,8 @@ def _content(value: Any, where: str | None) -> Any:
 
 
 def _rows(given: Any) -> int:
-    """Rows of a batch of token ids (n, L), if all else in the call has as many rows, or is the same
-    for each (pictures); 1 else. Without tokens: how many times the call asks the same."""
+    """The number of rows of a batch of token ids (n, L), if all else in the call has as many rows
+    or is the same for each (pictures); else 1. Without tokens: how many equal rows the call has."""
     found, tokens = list(tensors_in(given)), _has_tokens(given)
     counts = [len(t) for t in found if t.ndim and (_is_tokens(t) or not tokens)]
     rows = min(counts, default=1)
@@ -280,8 +281,8 @@ def _has_tokens(given: Any) -> bool:
 
 
 def _has_rows(t: Tensor, rows: int, *, same: bool) -> bool:
-    """Whether a tensor has one entry a row (not where they are to be the same), or several that are
-    the same for each."""
+    """Whether a tensor has one entry for each row, or the same entries for each. same: only the
+    latter counts."""
     if t.ndim == 0 or len(t) % rows:
         return False
     parts = t.reshape(rows, -1)
@@ -289,7 +290,7 @@ def _has_rows(t: Tensor, rows: int, *, same: bool) -> bool:
 
 
 def _row(given: tuple[tuple, dict], k: int, rows: int) -> tuple[tuple, dict]:
-    """Row k of a batch of tokens."""
+    """The arguments of row k of a batch."""
 
     def own(path: Path, t: Tensor) -> Tensor:
         size = len(t) // rows
@@ -299,7 +300,7 @@ def _row(given: tuple[tuple, dict], k: int, rows: int) -> tuple[tuple, dict]:
 
 
 def _only(paths: set[Path], answer: Any) -> Any:
-    """The answer with the values at these paths."""
+    """The answer with the values at these paths alone."""
     return mapped(lambda path, t: t if path in paths else t.to("meta"), answer)
 
 

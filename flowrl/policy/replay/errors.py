@@ -1,4 +1,4 @@
-"""What ends a recording."""
+"""Exceptions that end a recording."""
 
 from __future__ import annotations
 

@@ -19,21 +19,20 @@ class Guidance:
     """A rule that combines outputs: in their type and in the pipelines' order of operations, so
     that low precision rounds as it does there.
 
-    rule: "linear": sum of weights * outputs; "entries": the same with a weight for each entry of
-    the latents (frames or channels that are guided otherwise); "norm": linear, rescaled to the
-    conditional output's norm over the last axis (true CFG of Qwen-Image); "pipeline": the pipeline
-    combines (slow). total: what equal outputs are multiplied by, +1 or -1. cond: index of the
-    conditional branch. entries: (K, *L) weights of rule "entries".
+    "linear": sum of weights * outputs. "entries": the same with a weight for each entry of the
+    latents (frames or channels that are guided otherwise). "norm": linear, rescaled to the
+    conditional output's norm over the last axis (true CFG of Qwen-Image). "pipeline": the pipeline
+    combines (slow).
     """
 
-    rule: str
-    weights: tuple[float, ...]
-    total: float
-    cond: int
-    entries: Tensor | None = None
+    rule: str  # "linear", "norm", "entries" or "pipeline", see above
+    weights: tuple[float, ...]  # of each branch's output; of entries their means
+    total: float  # what equal outputs are multiplied by, +1 or -1
+    cond: int  # index of the conditional branch
+    entries: Tensor | None = None  # (K, *L) weights of the rule "entries"
 
     def __call__(self, outs: list[Tensor], guidance: float | str) -> Tensor:
-        """Predictions of the branches, each (n, *L) -> prediction (n, *L)."""
+        """Combine the predictions of the branches, each (n, *L), to one (n, *L)."""
         if guidance == "none":
             return outs[0] if self.total == 1.0 else self.total * outs[0]
         if self.entries is not None and guidance == "pipeline":
@@ -53,7 +52,7 @@ class Guidance:
         return mixed * (wanted / norm)
 
     def branches(self, guidance: float | str) -> int:
-        """Network rows that a state costs; a scale that the rule cannot have -> ValueError."""
+        """Count network rows of a state; ValueError for a scale that the rule cannot have."""
         if guidance == "none" or guidance == 1:
             return 1
         if not isinstance(guidance, str):
@@ -75,7 +74,7 @@ class Guidance:
             )
 
     def _reweighted(self, g: float) -> tuple[float, ...]:
-        """Weights at guidance scale g; a norm-rescaled rule rescales after them."""
+        """Weights at guidance scale g; the rule "norm" rescales after them."""
         self.check(g)
         return tuple(self.total * (g if k == self.cond else 1 - g) for k in range(2))
 
@@ -91,8 +90,11 @@ class Guidance:
 
 
 def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guidance:
-    """samples: (outputs of each branch (n, *L), the pipeline's prediction) of several iterations;
-    forced: the rule named by a hint."""
+    """Find the rule by which outputs become predictions.
+
+    samples: (outputs of each branch (n, *L), the pipeline's prediction) of several iterations;
+    forced: the rule named by a hint.
+    """
     outs = [torch.stack([s[0][k] for s in samples]).double() for k in range(len(samples[0][0]))]
     pred = torch.stack([s[1] for s in samples]).double()
     matrix = torch.stack([o.flatten() for o in outs], 1)
@@ -104,6 +106,7 @@ def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guida
             " be fitted"
         )
     cond = int((weights / total).argmax())
+    # from the fastest rule to the slowest, the first that holds
     linear = ((matrix @ weights - pred.flatten()).norm() / pred.norm()).item() < 1e-4
     if linear and forced in (None, "linear"):
         return Guidance("linear", tuple(round(w, 6) for w in weights.tolist()), total, cond)
@@ -121,7 +124,7 @@ def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guida
 
 
 def _fit_entries(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | None:
-    """Rule "entries": weights of each entry of the latents, from iterations and rows."""
+    """Fit the rule "entries": weights of each entry of the latents, from iterations and rows."""
     count, shape = len(outs), pred.shape[2:]
     rows = pred.shape[0] * pred.shape[1]
     if count < 2 or rows < count + 2:
@@ -138,7 +141,7 @@ def _fit_entries(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | N
 
 
 def _fit_norm(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | None:
-    """Rule "norm" of two branches, whichever is conditional; None if it does not hold."""
+    """Fit the rule "norm" of two branches, whichever is conditional; None if it does not hold."""
     if len(outs) != 2:
         return None
     for cond in (0, 1):
@@ -150,8 +153,8 @@ def _fit_norm(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | None
 
 
 def _norm_scale(c: Tensor, u: Tensor, pred: Tensor) -> float | None:
-    """g if pred = m |c| / |m| over the last axis with m = u + g (c - u), else None. From the
-    components of u and c - u across pred."""
+    """Find g with pred = m |c| / |m| over the last axis, m = u + g (c - u); None if there is none.
+    g follows from the components of u and c - u at right angles to pred."""
     unit = pred / pred.norm(dim=-1, keepdim=True)
     across = [o - (o * unit).sum(-1, keepdim=True) * unit for o in (u, c - u)]
     g = (-(across[0] * across[1]).sum() / across[1].square().sum()).item()

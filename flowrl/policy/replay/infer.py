@@ -24,25 +24,24 @@ CURVE = 100  # steps of the run that a curve of model times is read from
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the probing runs showed. runs[pattern]: iterations with these latents; more: zeros with
-    one row more; times, sigmas (J,); other: runs of the record's second item, where prompts are
-    bound one at a time."""
+    """What the probing runs showed."""
 
-    runs: dict[str, list[RecordedStep]]
+    runs: dict[str, list[RecordedStep]]  # pattern -> iterations of a run with these latents
+    # the same of the record's second item, where prompts are bound one at a time
     other: dict[str, list[RecordedStep]]
-    more: list[RecordedStep]
-    times: Tensor
-    sigmas: Tensor
-    coords: Coords
-    rows: int
+    more: list[RecordedStep]  # iterations on zeros, with one row more
+    times: Tensor  # (J,) model times of the iterations
+    sigmas: Tensor  # (J,) fp64 noise levels of the iterations
+    coords: Coords  # of the pipeline's scheduler
+    rows: int  # of each run, with those that fix the text length
     alone: bool  # of one row, so that no batch axis shows
-    streams: int
-    shape: tuple[int, ...]
+    streams: int  # how many latents an iteration moves
+    shape: tuple[int, ...]  # of one row of latents
 
 
 def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
-    """The Replay of prober's pipeline, and the number of steps at which it was recorded (enough for
-    every regime to be seen twice)."""
+    """Infer the Replay of prober's pipeline -> it, and the number of steps at which it was recorded
+    (enough for every regime to be seen twice)."""
     runner = prober.runner
     zero, segments, steps = _first_runs(prober)
     times = torch.stack([i.time for i in zero])
@@ -107,7 +106,8 @@ def find_coords(prober: Prober) -> Coords:
 
 
 def _first_runs(prober: Prober) -> tuple[list[RecordedStep], list[list[int]], int]:
-    """A run on zeros with every set of networks at two steps or more: (it, its segments, steps)."""
+    """Run on zeros until every set of networks is used at two steps or more -> (the run, its
+    segments, steps)."""
     steps = prober.steps
     while steps <= MANY:
         zero = _run(prober, prober.count, steps, "zero")
@@ -122,15 +122,15 @@ def _first_runs(prober: Prober) -> tuple[list[RecordedStep], list[list[int]], in
 
 
 def _run(prober: Prober, count: int, steps: int, key: str) -> list[RecordedStep]:
-    """A run of `count` items whose latents are the named pattern after every step."""
+    """Run `count` items, with the named pattern as latents after every step."""
     rows = count + len(prober.runner.pad)
     x = patterns(rows, prober.shape)[key]
     return prober.run(prober.rows(count), steps, latents=always(x))
 
 
 def _segments(run: list[RecordedStep]) -> list[list[int]]:
-    """Consecutive iterations (from 1 on: the first one's latents are not ours) that make the same
-    calls."""
+    """Group consecutive iterations that make the same calls. The first iteration is left out: its
+    latents are the pipeline's."""
     out: list[list[int]] = []
     last = None
     for j, it in enumerate(run[1:], 1):
@@ -180,7 +180,7 @@ def _call(i: int, seg: list[int], seen: Evidence) -> CallPlan:
 
 
 def _layout(slots: list[Slot], module: str) -> tuple[int, int]:
-    """(blocks, repeats) of the batch in a call, the same in all arguments that hold latents."""
+    """Find (blocks, repeats) of the batch in a call: all arguments with latents have the same."""
     if not slots:
         raise UnreplayableError(
             f"no argument of {module} holds the latents that scheduler.step returned"
@@ -195,8 +195,8 @@ def _layout(slots: list[Slot], module: str) -> tuple[int, int]:
 
 
 def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
-    """Layout of the latents in an argument, and how their scale follows sigma (in flow coordinates
-    it is constant, or 1/r)."""
+    """Infer where the latents lie in an argument, and how their scale follows sigma (in flow
+    coordinates it is constant, or 1/r)."""
     what, sigmas = f"argument {name(leaf.path)}", seen.sigmas[seg]
     if leaf.axis != 0 and not seen.alone:
         raise UnreplayableError(
@@ -206,8 +206,10 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
     def value(key: str, j: int) -> Tensor:
         return stacked(get(seen.runs[key][j].calls[i].args, leaf.path))
 
+    # where the latents lie: one affine map, the same at all times
     values = {key: value(key, seg[0]) for key in seen.runs}
     found = solve(values, seen.rows, seen.shape, what)
+    # their scale at each time, of which the rule is that which leaves one constant
     zeros, ones = ([value(key, j).double() for j in seg] for key in ("zero", "one"))
     slope = torch.stack([(b - a).abs().max().cpu() for a, b in zip(zeros, ones, strict=True)])
     level = slope * seen.coords.scale(sigmas)
@@ -230,7 +232,7 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
 
 
 def _data_std(level: Tensor, sigmas: Tensor) -> float:
-    """d with level ~ 1 / sqrt(d^2 (1 - s)^2 + s^2), as EDM scales what its networks read."""
+    """Fit d in level ~ 1 / sqrt(d^2 (1 - s)^2 + s^2), as EDM scales what its networks read."""
     matrix = torch.stack([(1 - sigmas) ** 2, sigmas**2], 1)
     both = torch.linalg.lstsq(matrix, (1 / level**2)[:, None]).solution[:, 0]
     ratio = (both[0] / both[1]).item()
@@ -278,8 +280,8 @@ def _moves(slot: Slot, zeros: list[Tensor], sigmas: Tensor, close: float) -> boo
 
 
 def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
-    """How an argument with entries per row is laid out: like the latents, else with repeats of its
-    own, else in one block."""
+    """Infer how the entries of an argument lie: in blocks and repeats like the latents, else with
+    another number of repeats, else in one block."""
     axis = leaf.axis or 0
     count = (len(value) if leaf.is_list else value.shape[axis]) // rows
     if count != blocks * repeats:
@@ -288,8 +290,8 @@ def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
 
 
 def _boundaries(runner: Runner, segments: list[list[int]], times: Tensor) -> list[float]:
-    """Model times at which regimes change. Recording only brackets them; the pipeline's config or a
-    hint names them."""
+    """Model times at which regimes change. The recording only shows between which times; the
+    pipeline's config or a hint gives the number."""
     out: list[float] = []
     config = getattr(runner.pipe.config, "boundary_ratio", None)
     for before, after in zip(segments, segments[1:], strict=False):

@@ -1,4 +1,4 @@
-"""What a pipeline is asked for: prompts, and the conditions that belong to them.
+"""Prompts, and the conditions that belong to them.
 
 A condition is an argument of the pipeline's call that may differ from prompt to prompt: a picture
 to edit, a first frame, a mask, a negative prompt.
@@ -22,12 +22,13 @@ PICTURE = re.compile(r"(?!num_|ip_adapter)(?!.*attention)(\w+_)?(image|mask|vide
 class PromptItem:
     """A prompt (None where the pipeline takes none) and its own arguments of the call."""
 
-    prompt: str | None
+    prompt: str | None  # its text; None where the pipeline takes none
+    # its own arguments of the call, by name
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
 
 def is_media(value: Any) -> bool:
-    """A picture, an array, or a list of them (frames of a video, several references)."""
+    """Whether a value is a picture, an array, or a list of them (frames of a video, references)."""
     if isinstance(value, list | tuple):
         return bool(value) and all(is_media(entry) for entry in value)
     return isinstance(value, Image.Image | np.ndarray | Tensor)
@@ -49,7 +50,8 @@ def is_own(name: str) -> bool:
 
 
 def altered(value: Any) -> Any:
-    """Another condition of the same kind and size: pictures turned around, colours inverted."""
+    """Make another condition of the same kind and size: pictures turned around, colours
+    inverted."""
     if isinstance(value, list | tuple):
         return type(value)(altered(entry) for entry in value)
     if isinstance(value, Image.Image):
@@ -66,7 +68,7 @@ def altered(value: Any) -> Any:
 def items_of(
     prompts: Sequence[str], conditions: Sequence[Mapping[str, Any]] | None = None
 ) -> list[PromptItem]:
-    """P prompts, with their conditions if they have some."""
+    """Make items of P prompts, with their conditions if they have some."""
     if conditions is None:
         return [PromptItem(prompt) for prompt in prompts]
     if len(conditions) != len(prompts):

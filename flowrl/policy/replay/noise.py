@@ -1,4 +1,4 @@
-"""Where a loop starts: how its first latents follow the noise that the pipeline draws."""
+"""Infer how a loop's first latents follow the noise that the pipeline draws."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class StartMap:
-    """First latents = mean + factor * noise, in the pipeline's units.
+    """First latents = mean + factor * noise, in the pipeline's units."""
 
-    mean: (*L) fp32, or None where it is zero: a run that starts late holds a noisy picture.
-    """
-
-    factor: float
-    mean: Tensor | None
+    factor: float  # of the noise, in the pipeline's units
+    mean: Tensor | None  # (*L) fp32; None: zero. A run that starts late holds a noisy picture
 
 
 @dataclass(eq=False)
 class Draws:
     """Calls to torch.randn in a run; the one numbered `chosen` gives `value` everywhere."""
 
-    chosen: int | None = None
-    value: float = 0.0
-    count: int = 0
+    chosen: int | None = None  # number of the draw that is replaced; None: none
+    value: float = 0.0  # what the chosen draw gives everywhere
+    count: int = 0  # draws so far
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

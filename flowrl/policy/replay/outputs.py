@@ -1,6 +1,5 @@
-"""What a loop makes of its outputs: which entries are the prediction, how branches combine.
-
-Both are read off stubbed runs whose outputs are ours.
+"""Infer what a loop makes of its networks' outputs: which entries are the prediction, and how
+branches combine. Both are read off stubbed runs whose outputs are ours.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ Stub = Callable[[Key, tuple[int, ...]], Tensor]  # answers a network, see Prober
 
 @dataclass(eq=False)
 class OutputProbe:
-    """Stubbed runs through a regime, whose iterations are seg, in which we choose the outputs."""
+    """Stubbed runs through a regime, in which we choose what its networks return."""
 
-    prober: Prober
-    seg: list[int]
-    steps: int
+    prober: Prober  # runs the pipeline
+    seg: list[int]  # iterations of the regime
+    steps: int  # of each run
     x: Tensor  # latents after every step, (rows, *L)
 
     def run(self, outputs: Stub) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Outputs in the order of the calls, and predictions, of the regime's iterations."""
+        """Return outputs in the order of the calls, and predictions, of the regime's iterations."""
         log: list[Tensor] = []
         marks = [0]
 
@@ -66,8 +65,8 @@ class OutputProbe:
 def infer_regime(
     prober: Prober, plans: list[CallPlan], seg: list[int], steps: int, size: tuple[int, ...]
 ) -> Regime:
-    """Output layout and guidance rule, from stubbed outputs: first equal in all branches, then
-    independent."""
+    """Infer where the prediction lies in an output, from outputs that are equal in all branches;
+    then how guidance combines branches, from independent ones."""
     generator = torch.Generator().manual_seed(1)
     probe = OutputProbe(prober, seg, steps, torch.randn(size, generator=generator))
     forced = prober.runner.hints.get("guidance")
@@ -91,7 +90,7 @@ def infer_regime(
 
 
 def _samples(probe: OutputProbe, plans: list[CallPlan], outputs: Stub) -> list[Sample]:
-    """(outputs of each branch, prediction) of the regime's iterations."""
+    """Return (outputs of each branch, prediction) of each of the regime's iterations."""
     raw, predictions = probe.run(outputs)
     samples = []
     for outs, prediction in zip(raw, predictions, strict=True):

@@ -1,4 +1,4 @@
-"""What a pipeline makes of its VAE's output: the same numbers in another order and range."""
+"""How a pipeline turns its VAE's output into media: the same numbers in another order and range."""
 
 from __future__ import annotations
 
@@ -14,26 +14,22 @@ ROUNDED = 2e-2  # of the range: a pipeline may round its media to bf16 or 8 bits
 
 @dataclass(frozen=True)
 class Pixels:
-    """media = scale * out + shift, with the axes of a row in another order.
+    """media = scale * out + shift, with the axes of a row in another order."""
 
-    image, media: shapes of one row before and after; axes: which axis of `image` without its axes
-    of length 1 each such axis of `media` is.
-    """
-
-    image: tuple[int, ...]
-    media: tuple[int, ...]
-    axes: tuple[int, ...]
-    scale: float
-    shift: float
+    image: tuple[int, ...]  # shape of a row of the VAE's output
+    media: tuple[int, ...]  # shape of a row of the pipeline's media
+    axes: tuple[int, ...]  # which axis of image each axis of media is, those of length 1 left out
+    scale: float  # of the values
+    shift: float  # added after the scale
 
     def __call__(self, out: Tensor) -> Tensor:
-        """(n, *image) -> (n, *media)."""
+        """Make media (n, *media) of outputs (n, *image)."""
         long = out.reshape(len(out), *_long(self.image))
         ordered = long.permute(0, *(a + 1 for a in self.axes)).reshape(len(out), *self.media)
         return ordered * self.scale + self.shift
 
     def inverse(self, media: Tensor) -> Tensor:
-        """(n, *media) -> (n, *image)."""
+        """Make outputs (n, *image) of media (n, *media)."""
         back = [0] * len(self.axes)
         for place, axis in enumerate(self.axes):
             back[axis] = place + 1

@@ -59,14 +59,14 @@ class PromptCache:
         files.clean(self.folder)
 
     def key(self, network: nn.Module, method: str, content: Any, device: torch.device) -> str:
-        """The name of an answer. content: of the arguments, equal for equal ones."""
+        """Return the name of an answer. content: a key of the arguments, equal for equal ones."""
         if id(network) not in self.known:
             self.known[id(network)] = (network, fingerprint(network))
         told = (FORMAT, self.known[id(network)][1], method, content, surroundings(device))
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
     def get(self, key: str) -> Any | None:
-        """The answer, in host memory; None: there is none, or what is there is damaged."""
+        """Read an answer, to host memory; None where there is none, or it is damaged."""
         path = self._path(key)
         try:
             answer = read(path, key)
@@ -115,7 +115,7 @@ class PromptCache:
 
 
 def fingerprint(network: nn.Module) -> str:
-    """Hash of a network's class, configuration, and every bit of its weights."""
+    """Hash a network's class, configuration, and every bit of its weights."""
     state = {name: t for name, t in network.state_dict().items() if isinstance(t, Tensor)}
     with ThreadPoolExecutor() as pool:  # hashing lets other threads run
         hashes = list(pool.map(bits, state.values()))
@@ -130,7 +130,7 @@ def fingerprint(network: nn.Module) -> str:
 
 
 def bits(t: Tensor) -> str:
-    """Hash of a tensor's type, shape and values."""
+    """Hash a tensor's type, shape and values."""
     raw = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     hashed = hashlib.sha256(f"{t.dtype} {tuple(t.shape)} ".encode())
     hashed.update(memoryview(raw))
@@ -138,7 +138,7 @@ def bits(t: Tensor) -> str:
 
 
 def surroundings(device: torch.device) -> tuple[Any, ...]:
-    """What else the last bits of an answer depend on."""
+    """Return what else the last bits of an answer depend on."""
     where: Any = torch.get_num_threads()
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
@@ -147,8 +147,8 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
 
 
 def packed(key: str, answer: Any) -> bytes | None:
-    """An answer as the bytes of a file; None for one that holds something else than tensors, plain
-    values, lists, mappings and records of outputs."""
+    """Pack an answer into the bytes of a file; None for one that holds something else than tensors,
+    plain values, lists, mappings and records of outputs."""
     tensors: dict[str, Tensor] = {}
     entries, structure = tree_flatten(answer)
     try:
@@ -161,7 +161,8 @@ def packed(key: str, answer: Any) -> bytes | None:
 
 
 def read(path: Path, key: str) -> Any:
-    """The answer in a file; Damaged where it is not the one that was written under this name."""
+    """Read the answer in a file; Damaged where it is not the one that was written under this
+    name."""
     with safe_open(str(path), framework="pt") as file:
         told = json.loads((file.metadata() or {}).get(MARK, "{}"))
         if told.get("key") != key:
@@ -180,7 +181,7 @@ def read(path: Path, key: str) -> Any:
 
 
 def _described(value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """A value in plain words; a tensor by its hash, so that equal ones are stored once."""
+    """Describe a value in JSON; a tensor by its hash, so that equal ones are stored once."""
     if isinstance(value, Tensor) and value.is_meta:  # nothing reads it
         return {"unread": [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, Tensor):
@@ -193,7 +194,7 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _built(told: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """The value again."""
+    """Build a value of its description."""
     if "unread" in told:
         shape, dtype = told["unread"]
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

@@ -1,5 +1,5 @@
-"""How much of a prompt a pipeline reads: tokenizers cut long ones, and some pipelines drop the end
-of what an encoder made of them."""
+"""Find out how much of a prompt a pipeline reads: tokenizers cut long prompts, and some pipelines
+drop the end of what an encoder made of them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ TOKENS = 4  # in a row, by which it is known
 
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """A text encoder. most: tokens of a prompt that reach the denoisers; None: all of those that
-    were tried."""
+    """A text encoder, and how much of a prompt it reads."""
 
-    name: str
-    tokenizer: Any
-    most: int | None
-    tried: int
+    name: str  # of the component
+    tokenizer: Any  # which makes its tokens
+    most: int | None  # tokens of a prompt that reach the denoisers; None: all that were tried
+    tried: int  # tokens of the prompt that was tried
 
     def cuts(self, texts: Sequence[str]) -> list[bool]:
-        """Which of some texts have tokens that are not read."""
+        """Tell of each text whether it has tokens that are not read."""
         if self.most is None:
             return [False] * len(texts)
         return [len(ids) > self.most for ids in _ids(self.tokenizer, texts)]
 
     def end(self, text: str) -> str:
-        """The last of a text that is read."""
+        """The last characters of a text that are read."""
         return self.tokenizer.decode(_ids(self.tokenizer, [text])[0][: self.most])[-40:]
 
     def __str__(self) -> str:
@@ -49,7 +48,7 @@ class Reader:
 
 
 def cut(found: Sequence[Reader], texts: Sequence[str]) -> str | None:
-    """What to say of texts whose ends no encoder reads."""
+    """A sentence about texts whose ends no encoder reads; None where there are none."""
     each = zip(*(reader.cuts(texts) for reader in found), strict=True)
     ends = [text for text, own in zip(texts, each, strict=bool(found)) if all(own)]
     if not ends:
@@ -64,7 +63,7 @@ def cut(found: Sequence[Reader], texts: Sequence[str]) -> str | None:
 
 
 def surely_read(prober: Prober, texts: Sequence[str]) -> bool:
-    """Whether texts are so short that nothing is to be found out about them."""
+    """Whether texts are so short that they are read whole for certain."""
     kinds = _tokenizers(prober.runner.pipe)
     least = min([prober.longest, *(kind.model_max_length for kind in kinds)])
     room = least - max(2, least // 8)  # templates and marks of begin and end take some
@@ -78,8 +77,9 @@ def readers(prober: Prober) -> list[Reader]:
 
 
 class Reach:
-    """Runs on an overlong prompt of one word: where its tokens lie among those of each encoder, and
-    up to where a change of what the encoder answers changes what the denoisers are given."""
+    """Find out how much of a prompt is read, by runs on an overlong prompt of one word: where its
+    tokens lie among those of each encoder, and up to where a change of what the encoder answers
+    changes what the denoisers are given."""
 
     def __init__(self, prober: Prober) -> None:
         self.prober, self.answers = prober, prober.runner.answers
@@ -102,7 +102,7 @@ class Reach:
             self.answers.heard = None
 
     def _reader(self, name: str, asked: Sequence[EncoderCall]) -> Reader | None:
-        """How many of the words a text encoder reads; None where it is given none."""
+        """How many of the words a text encoder reads; None where it is given none of them."""
         places = [
             (*_longest_part(_row(question), set(words)), kind, len(words), question)
             for question in asked
@@ -139,7 +139,7 @@ class Reach:
 
 
 def _tokenizers(pipe: Any) -> list[Any]:
-    """Those of a pipeline, and those within its processors."""
+    """The tokenizers of a pipeline, and those within its processors."""
     parts = list(pipe.components.values())
     found = [*parts, *(getattr(part, "tokenizer", None) for part in parts)]
     return [part for part in found if isinstance(part, PreTrainedTokenizerBase)]

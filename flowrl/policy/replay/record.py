@@ -47,27 +47,26 @@ OURS = frozenset(  # arguments of the pipeline's call that flowrl gives
 
 @dataclass
 class DenoiserCall:
-    """One denoiser call: component name and arguments by parameter name."""
+    """One recorded call of a denoiser."""
 
-    module: str
-    args: dict[str, Any]
+    module: str  # name of the component
+    args: dict[str, Any]  # by name of the parameter
 
 
 @dataclass
 class RecordedStep:
-    """The denoiser calls up to one scheduler step, the model time and latents of that step, and the
-    prediction given to it."""
+    """One iteration of the loop: its denoiser calls, and what its scheduler step was given."""
 
-    calls: list[DenoiserCall]
+    calls: list[DenoiserCall]  # denoiser calls since the step before
     time: Tensor  # () fp64, on the CPU
     sample: Tensor  # (P, *L)
     prediction: Tensor  # (P, *L)
 
 
 def prediction_of(output: Any, streams: int = 1) -> Tensor:
-    """The prediction in what a denoiser returns: a tensor, or the first of a tuple or ModelOutput;
-    a list of tensors, one a row, is stacked. streams: how many tensors are predictions, side by
-    side (n, D) where there are several."""
+    """The prediction in what a denoiser returns: the tensor itself, or the first of a tuple or
+    ModelOutput; a list of tensors, one a row, is stacked. streams: how many tensors are
+    predictions; several are put side by side, (n, D)."""
     if _several(output, streams):
         return torch.cat([output[k].flatten(1) for k in range(streams)], 1)
     out = output if isinstance(output, Tensor) else output[0]
@@ -118,12 +117,11 @@ def by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
-    """How prompts are encoded. leave: text encoders are on the device only while a prompt is new;
-    offload: and the denoisers never meet them there; cache: where their answers are kept on disk.
-    """
+    """How prompts are encoded (model.encoders, model.offload, model.prompt_cache)."""
 
-    leave: bool = False
-    offload: bool = False
+    leave: bool = False  # text encoders are on the device only while a prompt is new
+    offload: bool = False  # denoisers leave the device while text encoders are there
+    # where answers of text encoders are kept on disk; None: nowhere
     cache: PromptCache | None = None
 
 
@@ -227,8 +225,9 @@ class Runner:
             )
 
     def unlike_asked(self, size: Sequence[int]) -> str | None:
-        """What to say where media are (height, width) = size and other numbers were asked for;
-        pipelines round them, and some leave one out that is given without the other."""
+        """A sentence for media of (height, width) = size where another size was asked for; None
+        where it was not. Pipelines round sizes, and some ignore one that is given without the
+        other."""
         made = tuple(size)
         asked = tuple(self.kwargs.get(side) or own for side, own in zip(SIZES, made, strict=False))
         if asked == made:
@@ -300,7 +299,7 @@ class Runner:
 
     @property
     def streams(self) -> int:
-        """How many latents an iteration moves."""
+        """How many latents each iteration moves."""
         return max(1, len(self.pattern.shapes))
 
     @property

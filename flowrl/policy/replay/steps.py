@@ -1,4 +1,4 @@
-"""The scheduler's step, under our control.
+"""Put the scheduler's step under our control.
 
 A loop may move several latents in an iteration (a video and its sound, the frames of diffusion
 forcing): they are one state, side by side. It may also call step only to convert a prediction.
@@ -24,18 +24,19 @@ from flowrl.policy.replay.errors import UnreplayableError
 
 @dataclass(frozen=True)
 class StepPattern:
-    """The calls to scheduler.step of an iteration. updates: whether each moves latents; shapes: of
-    a row of what each of these moves, where there are several."""
+    """Which calls to scheduler.step an iteration makes."""
 
+    # of each call to step in an iteration, whether it moves latents
     updates: tuple[bool, ...] = (True,)
+    # of a row of the latents that each update moves, where there are several
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Latents (P, *L) of an iteration's updates -> its state."""
+        """Join the latents (P, *L) of an iteration's updates to its state."""
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)
 
     def split(self, state: Tensor) -> list[Tensor]:
-        """Inverse of join."""
+        """Split a state into the latents of the updates: the inverse of join."""
         if len(self.shapes) < 2:
             return [state]
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
@@ -44,8 +45,8 @@ class StepPattern:
 
 
 def read_pattern(iterations: list[list[dict[str, Any]]], rows: int) -> StepPattern:
-    """From the arguments of step in each of some iterations. A step whose latents another one of
-    the same iteration gets too only converts its prediction."""
+    """Read the pattern off the arguments of step in some iterations. A step whose latents a later
+    step of the same iteration gets as well only converts its prediction."""
     found = {tuple(_updates(steps, rows)) for steps in iterations}
     if len(found) != 1:
         raise UnreplayableError(
@@ -73,17 +74,20 @@ def _updates(steps: list[dict[str, Any]], rows: int) -> Iterator[bool]:
 
 @dataclass(eq=False)
 class Stepper:
-    """What happens at the calls to scheduler.step of a run, see Runner.run."""
+    """What happens at each call to scheduler.step of a run, see Runner.run."""
 
-    pattern: StepPattern
+    pattern: StepPattern  # the calls to step of an iteration
+    # sees each iteration: (prediction, time, latents)
     on_step: Callable[[Tensor, Any, Tensor], None] | None
+    # gives latents that the loop goes on with; None: the scheduler's
     following: Callable[[], Tensor | None] | None
-    on_done: Callable[[Tensor], None] | None
-    on_raw: Callable[[dict[str, Any]], None] | None
-    skip: bool
+    on_done: Callable[[Tensor], None] | None  # sees the latents after each iteration
+    on_raw: Callable[[dict[str, Any]], None] | None  # sees the arguments of every call to step
+    skip: bool  # the scheduler's own step is not called
     exact: bool = False  # latents that replace the scheduler's stay in their own type
     at: int = 0  # of the iteration's steps
     seen: list[dict[str, Any]] = field(default_factory=list)  # updates of the iteration
+    # latents after the updates of the iteration so far
     results: list[Tensor] = field(default_factory=list)
     new: list[Tensor] | None = None  # what its latents become
 
@@ -116,7 +120,7 @@ class Stepper:
         return new.to(sample.device, new.dtype if self.exact else sample.dtype, copy=True)
 
     def _result(self, given: dict[str, Any], real: Callable[[], Any], new: Tensor | None) -> Any:
-        """What step returns: its own result, with the latents replaced by new."""
+        """Return what step does, with the latents replaced by new."""
         if self.skip:
             moved = given["sample"] if new is None else new
             as_tuple = given.get("return_dict") is False
@@ -146,6 +150,7 @@ def patched_scheduler(
     The class itself is patched, not replaced: some pipelines ask for a scheduler's type. Others'
     schedulers of that class are left alone.
     """
+    # pipelines copy their scheduler: copies carry the mark, others' schedulers do not
     cls, mark = type(scheduler), uuid.uuid4().hex
     signature = inspect.signature(cls.step)
     real_step, real_times = cls.step, cls.set_timesteps
