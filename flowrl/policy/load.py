@@ -34,6 +34,7 @@ from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.typed_text import takes_text
 
 PARTS = ("denoiser", "text_encoder")
+DESCRIBED = "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
 ENCODING = "encoding (model.encoders, model.prompt_cache)"  # as errors name it
 
 
@@ -57,38 +58,37 @@ def load_policy(
 ) -> Policy:
     """Make a Policy of `source`: a live DiffusionPipeline, its folder or hub id, a name in
     configs/model, an nn.Module f(x, t, cond), a factory of one's own ("path/to/file.py:NAME") or of
-    an installed package. A Policy is returned as it is.
+    an installed package, or a Policy, which is returned as it is.
 
     parts: what is trained, by default ["denoiser"]; "text_encoder" for the text encoders of a
     pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
     whatever dtype is; the Path of a LoRA one that holds it, on what it changes; None trains all
     their weights. dtype: of the networks (default: fp32; of a live pipeline, as it is). quantize:
-    frozen weights of a pipeline's denoiser as "int8" or "nf4" (a pipeline that is quantised is
-    taken as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy. pipeline_kwargs:
-    arguments of the pipeline's own call (height, num_frames, image ...); they hold for the policy's
-    life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
-    those of all). hints: for the pipeline's class, see `hints_of` in flowrl/policy/named.py.
-    encoding: where text encoders are, and their answers kept. split: a pipeline's networks are to
-    be split over processes, and their blocks wait for that in host memory. A pipeline whose loop
-    cannot be inferred raises UnreplayableError (a ValueError).
+    frozen weights of a pipeline's denoiser as "int8" or "nf4" (a quantised pipeline stays as it
+    is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy. pipeline_kwargs: arguments
+    of the pipeline's own call (height, num_frames, image ...), for the policy's life. example: the
+    conditions of one prompt, where they differ from prompt to prompt (Policy.encode takes those of
+    all). hints: for the pipeline's class, see `hints_of` in flowrl/policy/named.py. encoding: where
+    text encoders are, and their answers kept. split: networks are to be split over processes, and
+    wait for that in host memory. UnreplayableError (a ValueError): the loop cannot be inferred.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
     check_kind(quantize)
-    # a name may stand for any of the things that are told apart below
     described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
-    if isinstance(source, str | Path):
+    if isinstance(source, str | Path):  # a name may stand for any of the things below
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        quantized = {"quantize": None if quantize == "none" else quantize}
-        given = {**described, **quantized, ENCODING: encoding, "hints": hints, **pipeline_kwargs}
-        return _unchanged(source, lora, parts, given)
+        quantized = None if quantize == "none" else quantize
+        others = {"quantize": quantized, ENCODING: encoding, "hints": hints, **pipeline_kwargs}
+        return _unchanged(source, lora, parts, {**described, **others})
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
         own = _shape_of(shape, parts, encoding, quantize, hints=hints, **pipeline_kwargs)
         return ModulePolicy(source.to(device, dtype), own, kind or "flow", cond, lora, decode)
-    _check_undescribed(described)
+    if any(given is not None for given in described.values()):
+        raise ValueError(DESCRIBED)
     if isinstance(source, str):
         source = _pretrained(source, dtype or torch.float32)
         pipeline_kwargs = {**named, **pipeline_kwargs}
@@ -98,14 +98,6 @@ def load_policy(
         waiting = _prepare(source, dtype, device, quantize, encoding, split=split)
         with blaming(source, pipeline_kwargs, "while it becomes a policy", but=ValueError):
             return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding, waiting)
-
-
-def _check_undescribed(described: Mapping[str, Any]) -> None:
-    """ValueError where a pipeline is described as an nn.Module is."""
-    if any(given is not None for given in described.values()):
-        raise ValueError(
-            "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
-        )
 
 
 def check_parts(parts: Sequence[str]) -> list[str]:

@@ -105,8 +105,9 @@ def _tensors(trainer: Resumable) -> Tensors:
     if not trainer.iteration:
         return {}
     policy, weights = trainer.parts.source.policy, trainer.parts.weights
-    tensors = {"policy": policy.trainable.tensors("default"), "ema": weights.ema.state_dict()}
-    tensors |= {view: policy.trainable.tensors(view) for view in trainer.parts.setup.algorithm.views}
+    views, trained = trainer.parts.setup.algorithm.views, policy.trainable
+    tensors = {"policy": trained.tensors("default"), "ema": weights.ema.state_dict()}
+    tensors |= {view: trained.tensors(view) for view in views}
     tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
     if trainer.parts.source.buffer:
         tensors["replay"] = trainer.parts.source.buffer.state(trainer.iteration)
