@@ -77,19 +77,23 @@ def _try_out(own: Sde, what: str) -> None:
     x, half = torch.ones(2, 3), torch.full((2,), 0.5)
     extra: dict[str, Any] = {"sigma_cap": None} if own.capped else {}
     extra |= {"std": torch.ones(2, 1)} if own.learned else {}
-    asked = f"{what} should be transition(v, x, sigma, sigma_next, *, eta) -> Transition(mean, std)"
+    expected = (
+        f"{what} should be transition(v, x, sigma, sigma_next, *, eta) -> Transition(mean, std)"
+    )
     try:
         step = own.transition(x, x, half, half / 2, eta=half, **extra)
-        held = isinstance(step, Transition) and step.mean.shape == x.shape
-        held = held and step.mean.dtype == step.std.dtype == torch.float32
-        held = held and torch.broadcast_shapes(step.std.shape, x.shape) == x.shape
+        valid = isinstance(step, Transition) and step.mean.shape == x.shape
+        valid = valid and step.mean.dtype == step.std.dtype == torch.float32
+        valid = valid and torch.broadcast_shapes(step.std.shape, x.shape) == x.shape
     except Exception as error:  # whatever a user's function does
-        raise ValueError(f"{asked}; tried on two rows: {type(error).__name__}: {error}") from error
-    if not held:
+        raise ValueError(
+            f"{expected}; tried on two rows: {type(error).__name__}: {error}"
+        ) from error
+    if not valid:
         got = type(step).__name__
         if isinstance(step, Transition):
             got = f"mean {step.mean.dtype} {tuple(step.mean.shape)}, std {tuple(step.std.shape)}"
-        raise ValueError(f"{asked} in fp32 of x's shape; tried on x of shape (2, 3): {got}")
+        raise ValueError(f"{expected} in fp32 of x's shape; tried on x of shape (2, 3): {got}")
 
 
 def transition(

@@ -203,7 +203,7 @@ class PipelinePolicy(Policy):
         given = sorted({*runner.given, *names} & set(runner.parameters))
         loaded = [i.argval for i in dis.get_instructions(runner.undecorated) if "LOAD" in i.opname]
         read = {n for own in loaded for n in (own if isinstance(own, tuple) else (own,))}
-        said = [
+        sentences = [
             f"{name} has no effect: the call of {self.replay.pipeline} never reads it"
             for name in given
             if name not in read
@@ -211,11 +211,11 @@ class PipelinePolicy(Policy):
         negative = [name for name in given if name.startswith("neg") and name in read]
         if negative and all(self.branches(guidance) == 1 for guidance in guidances):
             how = " and ".join(dict.fromkeys(map(str, guidances)))
-            said.append(
+            sentences.append(
                 f"{', '.join(negative)} has no effect: with guidance {how} the network is asked for"
                 " the prompt alone; set a guidance above 1"
             )
-        return said
+        return sentences
 
     def check_columns(self, names: Iterable[str]) -> None:
         """ValueError where the name of a column of prompts looks like a misspelt condition."""

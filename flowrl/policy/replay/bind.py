@@ -178,8 +178,8 @@ def _scale(
     """The scale with which an argument of each prompt reads latents: (blocks, rows, D)."""
     blocks, repeats = slot.map.blocks, slot.map.repeats
     at, sigma = zero
-    held, with_one = (stacked(get(it.calls[k].args, slot.path)).float() for it in (at, one))
-    slope = (with_one - held) * (replay.coords.scale(sigma) / slot.factor(sigma)).item()
+    with_zero, with_one = (stacked(get(it.calls[k].args, slot.path)).float() for it in (at, one))
+    slope = (with_one - with_zero) * (replay.coords.scale(sigma) / slot.factor(sigma)).item()
     return slope.reshape(blocks, len(slope) // (blocks * repeats), -1)
 
 

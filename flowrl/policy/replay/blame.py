@@ -44,7 +44,7 @@ def blaming(
 
 
 def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception) -> CallError:
-    own, said = type(pipe).__name__, printable(error)
+    own, message = type(pipe).__name__, printable(error)
     if missing := re.search(r"missing \d+ required [\w-]+ arguments?: (.*)", str(error)):
         return CallError(f"{own} needs {printable(missing[1])}: {WAY}")
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -59,7 +59,7 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
             " the steps (sampler.steps, --steps)"
         )
     where, read = _place(pipe, frames[calls[0] + 1 :] if calls else frames)
-    said = said or str(traceback.extract_tb(error.__traceback__)[-1].line)
+    message = message or str(traceback.extract_tb(error.__traceback__)[-1].line)
     advice = _advice(pipe, given, str(error), read or tuple(values), values)
     last = frames[-1].f_code.co_filename
     if last.startswith(OURS):
@@ -67,17 +67,23 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
             f"this is flowrl's own {Path(last).name}:{frames[-1].f_lineno}, which cannot follow"
         )
         advice += " this pipeline, or was given other data than it expects"
-    return CallError(f"{own} fails {doing}, in {where}: {type(error).__name__}: {said}; {advice}")
+    return CallError(
+        f"{own} fails {doing}, in {where}: {type(error).__name__}: {message}; {advice}"
+    )
 
 
 def _advice(
-    pipe: Any, given: Mapping[str, Any], said: str, read: Sequence[str], values: Mapping[str, Any]
+    pipe: Any,
+    given: Mapping[str, Any],
+    message: str,
+    read: Sequence[str],
+    values: Mapping[str, Any],
 ) -> str:
     """Say what the user may do. read: arguments of the method that fails; values: those of the
     call, with their values."""
-    if re.search(ABOUT_TYPES, said) and (types := _types_of(pipe)):
+    if re.search(ABOUT_TYPES, message) and (types := _types_of(pipe)):
         return f"its networks are of different types ({types}): give them one, as pipe.to(...) does"
-    named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", said)]
+    named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", message)]
     if not named and _blind(pipe, given):
         return BLIND
     lacking = [name for name in read if is_picture(name) and values.get(name, 0) is None]

@@ -169,12 +169,12 @@ class Coords:
         says, take the first of KNOWN that it is. extra: further arguments of step."""
         if self._fits(scheduler, extra) is not False:
             return
-        told = self.kind, self.prediction
+        stated = self.kind, self.prediction
         for self.kind, self.prediction in KNOWN:
             if self._fits(scheduler, extra):
                 self.time = self._curve(scheduler)
                 return
-        self.kind, self.prediction = told
+        self.kind, self.prediction = stated
 
     def _fits(self, scheduler: Any, extra: Mapping[str, Any]) -> bool | None:
         """Whether its first-order steps are Euler steps in these coordinates; None where it draws
@@ -270,8 +270,8 @@ class Coords:
         """(T+1,) fp64 flow sigmas of the run's model times (T,), in the pipeline's order, with the
         level after the last step."""
         sigmas: Any = getattr(scheduler, "sigmas", None)
-        told = isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
-        if self.kind in FLOWS or told:
+        whole = isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
+        if self.kind in FLOWS or whole:
             # img2img runs start late
             first = int((scheduler.timesteps.double().cpu() - times[0]).abs().argmin())
             return self._from_level(sigmas.double().cpu()[first : first + times.numel() + 1])

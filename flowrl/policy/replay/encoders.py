@@ -111,21 +111,21 @@ class Answers:
         """Return real(*args, **kwargs), or its answer to equal arguments: a copy, since callers
         edit what they get."""
         try:
-            asked = self._questions(name, network, real, args, kwargs)
+            questions = self._questions(name, network, real, args, kwargs)
         except TypeError:  # an argument that cannot be compared
             return real(*args, **kwargs)
         if self.heard is not None:
-            self.heard += asked
-        answers = [self._answer(question) for question in asked]
-        found = [asked[0].device, *(t.device for t in leaves(answers[0]).values())]
+            self.heard += questions
+        answers = [self._answer(question) for question in questions]
+        found = [questions[0].device, *(t.device for t in leaves(answers[0]).values())]
         device = next((device for device in found if device), torch.device("cpu"))
 
         def look(path: Path) -> Tensor:
             self.read.setdefault(name, set()).add(path)
-            parts = [self._value(question, path) for question in asked]
+            parts = [self._value(question, path) for question in questions]
             axis = row_axis(parts[0])
             if len(parts) > 1 and (axis is None or len({part.shape for part in parts}) > 1):
-                parts = [self._value(asked[0].other((args, kwargs)), path)]  # it has no rows
+                parts = [self._value(questions[0].other((args, kwargs)), path)]  # it has no rows
             return (
                 torch.cat(parts, axis).to(device) if parts[1:] else parts[0].to(device, copy=True)
             )

@@ -40,10 +40,10 @@ class Draws:
             yield
 
 
-def start_map(first: Callable[[], Tensor], told: float) -> StartMap:
+def start_map(first: Callable[[], Tensor], usual: float) -> StartMap:
     """first() runs the pipeline up to its first step -> the latents there (1, *L). The draw whose
     value moves all latents by one factor is the initial noise; the others (a posterior's sample)
-    stay as they are. told: the factor where no draw does that."""
+    stay as they are. usual: the factor where no draw does that."""
     draws = Draws()
     with draws.watched():
         first()
@@ -59,7 +59,7 @@ def start_map(first: Callable[[], Tensor], told: float) -> StartMap:
         factor = slope[moved].mean().item()
         if (slope[moved] - factor).abs().max() < 1e-2 * abs(factor):
             mean = ends[0].float()
-            # in low precision what is told is exact
-            near = abs(factor - told) < 1e-2 * abs(told)
-            return StartMap(told if near else factor, mean if mean.any() else None)
-    return StartMap(told, None)
+            # in low precision the usual factor is exact
+            near = abs(factor - usual) < 1e-2 * abs(usual)
+            return StartMap(usual if near else factor, mean if mean.any() else None)
+    return StartMap(usual, None)

@@ -115,8 +115,8 @@ def _holds(rule: Guidance, samples: list[Sample]) -> bool:
     if rule.rule == "pipeline":
         return True
     for outs, prediction in samples:
-        said = rule(outs, "pipeline")
-        if not (said - prediction).norm() <= 1e-3 * prediction.norm():
+        combined = rule(outs, "pipeline")
+        if not (combined - prediction).norm() <= 1e-3 * prediction.norm():
             return False
     return True
 

@@ -160,8 +160,8 @@ class Prober:
     def longest(self) -> int:
         """Tokens of the longest text that the pipeline says it takes."""
         default = self.runner.parameters.get("max_sequence_length")
-        asked = self.runner.kwargs.get("max_sequence_length")
-        return int(asked or (default.default if default else 512))
+        given = self.runner.kwargs.get("max_sequence_length")
+        return int(given or (default.default if default else 512))
 
     def apart(self, items: Sequence[PromptItem]) -> list[list[PromptItem]]:
         """Split items into the runs that they take."""
@@ -204,7 +204,7 @@ class Prober:
     def _scanned(self) -> bool:
         """Whether runs of two and three rows (of one, if there is no other form) hold as many
         latents; reads the step pattern."""
-        held = []
+        alike = []
         self.templates.clear()
         for rows in sorted({self.count, min(3, 2 * self.count - 1)}):
             items = self.rows(rows)
@@ -213,16 +213,16 @@ class Prober:
             iterations = self._scan(items)
             self.runner.pattern = read_pattern(iterations, rows)
             shapes = [tuple(step["sample"].shape) for step in iterations[0]]
-            held.append(all(shape[0] == rows for shape in self._moved(shapes)))
-            if not held[-1]:
+            alike.append(all(shape[0] == rows for shape in self._moved(shapes)))
+            if not alike[-1]:
                 break
-        if all(held):
+        if all(alike):
             pattern: StepPattern = self.runner.pattern
             moved = self._moved(shapes)
             sizes = [torch.Size(shape[1:]).numel() for shape in moved]
             self.shape = moved[0][1:] if len(moved) == 1 else (sum(sizes),)
             assert len(pattern.updates) >= len(moved)
-        return all(held)
+        return all(alike)
 
     def _fix_text_length(self) -> None:
         """Add one overlong and one short prompt to every run, where the text length follows the
@@ -343,10 +343,10 @@ class Prober:
 
     def start(self, item: PromptItem, steps: int) -> StartMap:
         """How the loop's first latents follow its noise."""
-        told = float(getattr(self.runner.pipe.scheduler, "init_noise_sigma", 1.0))
+        usual = float(getattr(self.runner.pipe.scheduler, "init_noise_sigma", 1.0))
         items = [item] if self.runner.single else [item, item]
 
         def first() -> Tensor:
             return self.run(items, steps, stop=lambda j, it: True)[0].sample[:1]
 
-        return start_map(first, told)
+        return start_map(first, usual)

@@ -62,8 +62,8 @@ class PromptCache:
         """Return the name of an answer. content: a key of the arguments, equal for equal ones."""
         if id(network) not in self.known:
             self.known[id(network)] = (network, fingerprint(network))
-        told = (FORMAT, self.known[id(network)][1], method, content, surroundings(device))
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        causes = (FORMAT, self.known[id(network)][1], method, content, surroundings(device))
+        return hashlib.sha256(repr(causes).encode()).hexdigest()
 
     def get(self, key: str) -> Any | None:
         """Read an answer, to host memory; None where there is none, or it is damaged."""
@@ -124,9 +124,9 @@ def fingerprint(network: nn.Module) -> str:
     settings = {k: v for k, v in settings.items() if k not in PASSING}
     kind = f"{type(network).__module__}.{type(network).__qualname__}"
     attention = getattr(config, "_attn_implementation", None)
-    told = [kind, attention, json.dumps(settings, sort_keys=True, default=str)]
-    told += [f"{name} {value}" for name, value in zip(state, hashes, strict=True)]
-    return hashlib.sha256("\n".join(map(str, told)).encode()).hexdigest()
+    lines = [kind, attention, json.dumps(settings, sort_keys=True, default=str)]
+    lines += [f"{name} {value}" for name, value in zip(state, hashes, strict=True)]
+    return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()
 
 
 def bits(t: Tensor) -> str:
@@ -152,30 +152,30 @@ def packed(key: str, answer: Any) -> bytes | None:
     tensors: dict[str, Tensor] = {}
     entries, structure = tree_flatten(answer)
     try:
-        told = {"key": key, "answer": treespec_dumps(structure)}
-        told |= {"entries": [_described(entry, tensors) for entry in entries]}
+        description = {"key": key, "answer": treespec_dumps(structure)}
+        description |= {"entries": [_described(entry, tensors) for entry in entries]}
     except (TypeError, NotImplementedError):
         return None
     # one entry: several are written in any order, and equal answers should be equal files
-    return save(dict(sorted(tensors.items())), {MARK: json.dumps(told)})
+    return save(dict(sorted(tensors.items())), {MARK: json.dumps(description)})
 
 
 def read(path: Path, key: str) -> Any:
     """Read the answer in a file; Damaged where it is not the one that was written under this
     name."""
     with safe_open(str(path), framework="pt") as file:
-        told = json.loads((file.metadata() or {}).get(MARK, "{}"))
-        if told.get("key") != key:
+        description = json.loads((file.metadata() or {}).get(MARK, "{}"))
+        if description.get("key") != key:
             raise Damaged("it is another answer")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, tensor in tensors.items():
         if bits(tensor) != name:
             raise Damaged("values were changed")
     try:
-        if IMPORTING.search(told["answer"]):
+        if IMPORTING.search(description["answer"]):
             raise Damaged("its structure names a module")
-        entries = [_built(entry, tensors) for entry in told["entries"]]
-        return tree_unflatten(entries, treespec_loads(told["answer"]))
+        entries = [_built(entry, tensors) for entry in description["entries"]]
+        return tree_unflatten(entries, treespec_loads(description["answer"]))
     except (KeyError, TypeError, AttributeError, NotImplementedError) as error:
         raise Damaged(f"{type(error).__name__}: {error}") from error
 
@@ -193,9 +193,9 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     raise TypeError(type(value).__name__)
 
 
-def _built(told: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+def _built(description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """Build a value of its description."""
-    if "unread" in told:
-        shape, dtype = told["unread"]
+    if "unread" in description:
+        shape, dtype = description["unread"]
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-    return tensors[told["tensor"]] if "tensor" in told else told["value"]
+    return tensors[description["tensor"]] if "tensor" in description else description["value"]

@@ -94,18 +94,18 @@ class Reach:
         try:
             self._given()
             # the second time with answers from memory
-            asked, self.usual = list(self.answers.heard), self._given()
-            names = dict.fromkeys(question.name.partition(".")[0] for question in asked)
-            found = (self._reader(name, asked) for name in names)
+            questions, self.usual = list(self.answers.heard), self._given()
+            names = dict.fromkeys(question.name.partition(".")[0] for question in questions)
+            found = (self._reader(name, questions) for name in names)
             return [reader for reader in found if reader is not None and reader.most != 0]
         finally:
             self.answers.heard = None
 
-    def _reader(self, name: str, asked: Sequence[EncoderCall]) -> Reader | None:
+    def _reader(self, name: str, questions: Sequence[EncoderCall]) -> Reader | None:
         """How many of the words a text encoder reads; None where it is given none of them."""
         places = [
             (*_longest_part(_row(question), set(words)), kind, len(words), question)
-            for question in asked
+            for question in questions
             for kind, words in self.words
             if question.name.partition(".")[0] == name
         ]
@@ -113,8 +113,8 @@ class Reach:
         if best is None or best[0] <= TOKENS:
             return None
         most, start, kind, tried, question = best
-        size, held = len(_row(question)), leaves(self.answers.kept[question.key]).values()
-        pooled = not any(size in t.shape for t in held if not t.is_meta)
+        size, kept = len(_row(question)), leaves(self.answers.kept[question.key]).values()
+        pooled = not any(size in t.shape for t in kept if not t.is_meta)
         if not pooled and not self._matters(question, start + most - 1):
             tokens = range(start, start + most)
             most = bisect_left(tokens, True, key=lambda k: not self._matters(question, k))

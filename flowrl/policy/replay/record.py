@@ -229,10 +229,10 @@ class Runner:
         where it was not. Pipelines round sizes, and some ignore one that is given without the
         other."""
         made = tuple(size)
-        asked = tuple(self.kwargs.get(side) or own for side, own in zip(SIZES, made, strict=False))
-        if asked == made:
+        chosen = tuple(self.kwargs.get(side) or own for side, own in zip(SIZES, made, strict=False))
+        if chosen == made:
             return None
-        wanted, given = (" x ".join(map(str, sides)) for sides in (asked, made))
+        wanted, given = (" x ".join(map(str, sides)) for sides in (chosen, made))
         return f"the pipeline makes {given} (height x width), and was asked for {wanted}"
 
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:

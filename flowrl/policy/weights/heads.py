@@ -55,11 +55,11 @@ class PolicyHead(nn.Module):
 
     def outputs(self, sigma: Tensor, prompt: Tensor | None) -> Tensor:
         waves = torch.pi * sigma[:, None] * 2.0 ** torch.arange(WAVES, device=sigma.device)
-        told = torch.cat([sigma[:, None], waves.sin(), waves.cos()], 1)
-        with torch.autocast(told.device.type, enabled=False):  # equal in rollout and loss
-            nothing = told.new_zeros(len(told), WIDTH)
+        inputs = torch.cat([sigma[:, None], waves.sin(), waves.cos()], 1)
+        with torch.autocast(inputs.device.type, enabled=False):  # equal in rollout and loss
+            nothing = inputs.new_zeros(len(inputs), WIDTH)
             embedded = nothing if prompt is None else self.embedded(prompt)
-            return self.layers(torch.cat([told, embedded], 1))
+            return self.layers(torch.cat([inputs, embedded], 1))
 
     def embedded(self, prompt: Tensor) -> Tensor:
         """Bring embeddings (n, d) to (n, 64), of root mean square 1 or less."""
@@ -163,8 +163,8 @@ def save(heads: Mapping[str, nn.Module], folder: Path) -> list[Path]:
     files = []
     for name, head in heads.items():
         weights = {k: p.detach().cpu().contiguous() for k, p in head.named_parameters()}
-        told = {"head": json.dumps({"shape": head.shape, "options": head.options})}
-        files.append(write(folder / f"{name}.safetensors", packed(weights, told)))
+        header = {"head": json.dumps({"shape": head.shape, "options": head.options})}
+        files.append(write(folder / f"{name}.safetensors", packed(weights, header)))
     return files
 
 
@@ -181,14 +181,14 @@ def load(folder: Path, shape: tuple[int, ...]) -> dict[str, PolicyHead]:
     made: dict[str, PolicyHead] = {}
     for name, file in found.items():
         with safe_open(str(file), "pt") as opened:
-            told = json.loads((opened.metadata() or {}).get("head", "{}"))
+            header = json.loads((opened.metadata() or {}).get("head", "{}"))
             weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-        if tuple(told.get("shape", ())) != tuple(shape):
+        if tuple(header.get("shape", ())) != tuple(shape):
             raise ValueError(
-                f"{file} is of latents {tuple(told.get('shape', ()))}, and this policy's are"
+                f"{file} is of latents {tuple(header.get('shape', ()))}, and this policy's are"
                 f" {tuple(shape)}; load the policy as it was trained"
             )
-        head = make({name: told["options"]}, shape, 0)[name]
+        head = make({name: header["options"]}, shape, 0)[name]
         head.load_state_dict(weights)
         made[name] = head
     return made

@@ -96,9 +96,9 @@ def save(pipe: Any, parts: TrainedParts, folder: str | Path) -> Path:
     return Path(folder) / FILE
 
 
-def _config(told: Mapping[str, Any]) -> dict[str, Any]:
+def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return an adapter's config without the path of its base model; sets in order."""
-    config = {key: sorted(v) if isinstance(v, set) else v for key, v in told.items()}
+    config = {key: sorted(v) if isinstance(v, set) else v for key, v in fields.items()}
     return {**config, "base_model_name_or_path": None}
 
 
@@ -107,8 +107,8 @@ def write(file: Path, content: bytes) -> Path:
     draws the order of metadata anew each time."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    if METADATA in (told := header.get("__metadata__", {})):
-        told[METADATA] = json.dumps(json.loads(told[METADATA]), sort_keys=True)
+    if METADATA in (metadata := header.get("__metadata__", {})):
+        metadata[METADATA] = json.dumps(json.loads(metadata[METADATA]), sort_keys=True)
     head = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)  # tensors start at a multiple of 8
     return disk.write(file, len(head).to_bytes(8, "little") + head + content[8 + length :])
@@ -129,19 +129,19 @@ def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     configs: dict[str, dict[str, Any]] = {}
     try:
         with safe_open(str(file), "pt") as content:
-            told = json.loads((content.metadata() or {}).get(METADATA, "{}"))
+            fields = json.loads((content.metadata() or {}).get(METADATA, "{}"))
         beside = file.parent / BESIDE
-        if not told and beside.is_file():
-            told = json.loads(beside.read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
-            raise ValueError(f"the config of its adapter is {shortened(told)}")
+        if not fields and beside.is_file():
+            fields = json.loads(beside.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError(f"the config of its adapter is {shortened(fields)}")
         weights = load_file(str(file))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} cannot be read as safetensors ({error}); was it cut off or changed? copy or"
             " export it again"
         ) from error
-    for key, value in told.items():
+    for key, value in fields.items():
         before, _, name = key.rpartition(".")
         configs.setdefault(before, {})[name] = value
     return weights, configs

@@ -49,10 +49,10 @@ def _save(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _merge(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
     for name, layer in module.named_modules():
         own = f"{prefix}{name}."
-        held = [key for key in state if key.startswith(own)]
-        if not hasattr(layer, "get_base_layer") or not held:  # within a layer that is merged
+        inside = [key for key in state if key.startswith(own)]
+        if not hasattr(layer, "get_base_layer") or not inside:  # within a layer that is merged
             continue
-        for key in held:
+        for key in inside:
             del state[key]
         base = _twin(layer).get_base_layer()
         state |= {own + key: value for key, value in base.state_dict().items()}

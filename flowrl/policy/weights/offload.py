@@ -209,11 +209,13 @@ def hosted(value: Tensor, device: torch.device) -> Tensor:
 def computing_on(pipe: Any, device: torch.device) -> Iterator[None]:
     """Inside, `pipe` takes this for its device; diffusers asks the first of its parts."""
     kind, names = type(pipe), ("device", "_execution_device")
-    told = {name: property(_told(getattr(kind, name, None), pipe, device)) for name in names}
-    with replaced(kind, **told):
+    answers = {
+        name: property(_device_of(getattr(kind, name, None), pipe, device)) for name in names
+    }
+    with replaced(kind, **answers):
         yield
 
 
-def _told(usual: Any, pipe: Any, device: torch.device) -> Any:
+def _device_of(usual: Any, pipe: Any, device: torch.device) -> Any:
     """What answers for the device: ours for this pipeline, the usual for others of its class."""
     return lambda own: device if own is pipe else usual.__get__(own, type(own))
