@@ -190,7 +190,7 @@ def _notes(policy: Replayed, scheduler: Any, size: tuple[int, ...], *, noisy: bo
         out.append(unlike)
     if noisy:
         out.append(f"{name} draws noise in its step: neither its loop nor its step was compared")
-    if clips := _clips(scheduler):
+    if clips := [key for key in LIMITS if scheduler.config.get(key)]:
         out.append(
             f"{name} limits its estimate of the clean latents in each step ({', '.join(clips)});"
             " flowrl's samplers do not, and one step was compared without"
@@ -202,11 +202,6 @@ def _notes(policy: Replayed, scheduler: Any, size: tuple[int, ...], *, noisy: bo
     if any(regime.guidance.rule == "pipeline" for regime in policy.replay.regimes):
         out.append("outputs are combined by the pipeline's own loop body, in every call")
     return out
-
-
-def _clips(scheduler: Any) -> list[str]:
-    """Settings by which a scheduler's step limits its estimate of the clean latents."""
-    return [key for key in LIMITS if scheduler.config.get(key)]
 
 
 def _tolerance(policy: Replayed) -> float:

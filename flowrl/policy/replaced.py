@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 LOCK = threading.RLock()  # one recording at a time
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, **values: Any) -> Iterator[None]:
+def replaced(owner: Any, **values: Any) -> AbstractContextManager[Any]:
     """Give owner, an object or a class, these attributes inside the block only."""
-    had = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            delattr(owner, name)
-        for name, value in had.items():
-            setattr(owner, name, value)
+    return mock.patch.multiple(owner, create=True, **values)

@@ -193,7 +193,8 @@ class Answers:
         for key, question in list(self.fresh.items()):
             if not (read := self.read.get(question.name)):
                 continue  # the pipeline failed before it read anything
-            self.kept[key] = answer = _only(read, self.kept[key])
+            answer = mapped(lambda path, t: t if path in read else t.to("meta"), self.kept[key])
+            self.kept[key] = answer
             if self.disk and (stored := self._stored(question)):
                 self.disk.put(stored, answer)
             del self.fresh[key]
@@ -204,10 +205,6 @@ class Answers:
             key, answer = self.kept.popitem(last=False)
             self.fresh.pop(key, None)
             size -= _bytes(answer)
-
-    def clear(self) -> None:
-        self.kept.clear()
-        self.fresh.clear()
 
     @contextlib.contextmanager
     def of(self, networks: dict[str, nn.Module]) -> Iterator[None]:
@@ -297,11 +294,6 @@ def _row(given: tuple[tuple, dict], k: int, rows: int) -> tuple[tuple, dict]:
         return t[k * size : (k + 1) * size].clone()
 
     return mapped(own, given)
-
-
-def _only(paths: set[Path], answer: Any) -> Any:
-    """The answer with the values at these paths alone."""
-    return mapped(lambda path, t: t if path in paths else t.to("meta"), answer)
 
 
 def _held(answer: Any) -> dict[Path, Tensor]:

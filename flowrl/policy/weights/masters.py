@@ -28,18 +28,16 @@ class Master(nn.Linear):
         assert self.compute is not None, "a LoRA layer ran outside of its network"
         return F.linear(input, self.compute)
 
-    def refresh(self) -> bool:
-        """Copy the weight anew if it was written, moved, frozen or thawed since -> whether it
-        was."""
+    def refresh(self) -> None:
+        """Copy the weight anew if it was written, moved, frozen or thawed since."""
         w = self.weight
         now = (version(w), w.device, w.requires_grad)
         if now == self.made_of:
-            return False
+            return
         # also for a caller without gradient: the next one may take one
         with torch.inference_mode(False), torch.enable_grad():
             self.compute = w.to(self.compute_dtype)
         self.made_of = now
-        return True
 
 
 def version(w: Tensor) -> tuple[int, int]:
