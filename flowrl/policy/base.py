@@ -15,7 +15,6 @@ import flowrl.policy.weights.heads as heads
 import flowrl.policy.weights.lora as lora
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.call import LastRows, Request
-from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.weights.compiled import Compiled, compile_blocks
 from flowrl.policy.weights.offload import Turns
