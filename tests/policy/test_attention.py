@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import questions
 import tiny
 import torch
 
@@ -10,9 +11,8 @@ from flowrl.policy.weights.attention import set_attention
 
 
 def velocity(policy):
-    x = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return policy.velocity(x, 0.5, policy.encode(tiny.PROMPTS[:1]), torch.zeros(1).long())
+        return questions.velocity(policy, 0.5, prompts=tiny.PROMPTS[:1])
 
 
 def test_native_by_name_computes_what_the_default_does_and_none_takes_it_away():

@@ -2,6 +2,7 @@
 
 import long
 import pytest
+import questions
 import small
 import tiny
 import torch
@@ -17,26 +18,18 @@ LORA = {"rank": 2, "alpha": 4}
 
 
 def loaded(name="sd3", dtype=torch.bfloat16, **options):
-    """A LoRA policy whose adapter does something."""
-    policy = tiny.policy(name, lora=LORA, dtype=dtype, **options)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in policy.trainable.named().values():
-            p.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return policy
+    return questions.stirred(tiny.policy(name, lora=LORA, dtype=dtype, **options))
 
 
-def velocity(policy, seed=1, guidance="pipeline"):
-    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
-    cond = policy.encode(tiny.PROMPTS)
-    return policy.velocity(x, torch.tensor([0.7, 0.4]), cond, torch.arange(2), guidance=guidance)
+def velocity(policy, seed=1, **how):
+    return questions.velocity(policy, torch.tensor([0.7, 0.4]), seed=seed, **how)
 
 
 def gradients(policy):
     """Of two micro-batches."""
     for seed in (1, 2):
         velocity(policy, seed).square().mean().backward()
-    return {name: p.grad for name, p in policy.trainable.named().items() if p.grad is not None}
+    return questions.gradients(policy)
 
 
 def test_gradients_of_the_masters_are_those_of_a_cast_inside_the_forward(monkeypatch):

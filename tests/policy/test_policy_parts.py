@@ -6,8 +6,10 @@ import stat
 
 import long
 import pytest
+import questions
 import tiny
 import torch
+from questions import velocity
 from safetensors import safe_open
 
 from flowrl.policy import load_policy
@@ -17,18 +19,8 @@ from flowrl.policy.weights.recompute import recompute
 LORA = {"rank": 2, "alpha": 4}
 
 
-def stirred(name, **changes):
-    """A LoRA policy whose adapter already does something (gaussian init starts at zero effect)."""
-    policy = tiny.policy(name, lora=LORA, **changes)
-    generator = torch.Generator().manual_seed(0)
-    for p in policy.parts["denoiser"].values():
-        p.data = 0.3 * torch.randn(p.shape, generator=generator)
-    return policy
-
-
-def velocity(policy, sigma=0.6, **how):
-    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
-    return policy.velocity(x, sigma, policy.encode(tiny.PROMPTS), torch.arange(2), **how)
+def stirred(name):
+    return questions.stirred(tiny.policy(name, lora=LORA))
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)

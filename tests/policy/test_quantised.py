@@ -2,6 +2,7 @@
 is without."""
 
 import pytest
+import questions
 import tiny
 import torch
 from torch import nn
@@ -23,25 +24,17 @@ def backends():
 
 
 def loaded(kind, dtype=torch.float32, name="sd3"):
-    policy = flowrl.load_policy(
-        tiny.pipeline(name), lora=LORA, dtype=dtype, quantize=kind, **tiny.CALLS[name]
-    )
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in policy.trainable.named().values():
-            p.copy_(0.3 * torch.randn(p.shape, generator=generator))
-    return policy
+    how = {"lora": LORA, "dtype": dtype, "quantize": kind, **tiny.CALLS[name]}
+    return questions.stirred(flowrl.load_policy(tiny.pipeline(name), **how))
 
 
 def velocity(policy):
-    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
-    cond = policy.encode(tiny.PROMPTS)
-    return policy.velocity(x, torch.tensor([0.7, 0.4]), cond, torch.arange(2))
+    return questions.velocity(policy, torch.tensor([0.7, 0.4]))
 
 
 def gradients(policy):
     velocity(policy).square().mean().backward()
-    return {name: p.grad for name, p in policy.trainable.named().items() if p.grad is not None}
+    return questions.gradients(policy)
 
 
 def widened(policy):

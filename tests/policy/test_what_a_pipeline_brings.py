@@ -5,6 +5,7 @@ import json
 import accelerate
 import peft
 import pytest
+import questions
 import tiny
 import torch
 from diffusers import DiffusionPipeline, FirstBlockCacheConfig
@@ -19,10 +20,8 @@ TARGETS = ["to_q", "to_v", "to_out.0"]
 
 
 def velocity(policy):
-    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
-    cond = policy.encode(["a <cat> on a mat", "two red circles"])
     with torch.no_grad():
-        return policy.velocity(x, 0.6, cond, torch.arange(2))
+        return questions.velocity(policy, prompts=["a <cat> on a mat", "two red circles"])
 
 
 def load(pipe, lora=None, **call):

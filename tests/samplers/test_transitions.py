@@ -123,16 +123,6 @@ def test_flow_sde_overshoots_a_point_mass():
     )
 
 
-def test_flow_sde_stds_are_flow_grpos():
-    grid = sigmas.sd3(10)
-    x = torch.zeros(10, 3)
-    step = flow_sde.transition(x, x, grid[:-1], grid[1:], eta=0.7, sigma_cap=grid[1])
-    expected = [0.7, 0.7430, 0.5362, 0.4459, 0.3918, 0.3528, 0.3191, 0.2820, 0.2254, 0.0063]
-    assert torch.allclose(step.std.flatten(), torch.tensor(expected), atol=6e-5)
-    # the first step's std is eta: dt = 1 - sigma_1
-    assert float(step.std[0]) == pytest.approx(0.7, abs=1e-7)
-
-
 def test_flow_sde_with_constant_diffusion_is_dance_sde():
     """eta_flow = eta sqrt((1-s)/s) makes g = eta."""
     x, v = torch.randn(6, 4), torch.randn(6, 4)
@@ -287,6 +277,8 @@ def test_sd3_schedule_is_diffusers_own(steps):
 
 # mu = .5 + .65 (1024 - 256) / 3840 at 512 x 512; e^mu / (e^mu + 1/u - 1) is shift(u, e^mu)
 FLUX = sigmas.shifted(6, math.exp(0.63))
+SD3 = (0.7, 0.7430, 0.5362, 0.4459, 0.3918, 0.3528)  # first standard deviations of Flow-GRPO
+MIX = (0.7, 0.7145, 0.5087, 0.4182, 0.3646, 0.3282)  # and of MixGRPO
 
 
 def test_flux_schedule_is_diffusers_dynamic_shift():
@@ -303,24 +295,12 @@ def test_flux_schedule_is_diffusers_dynamic_shift():
 @pytest.mark.parametrize(
     ("module", "eta", "grid", "expected"),
     [
-        (
-            flow_sde,
-            0.9,
-            FLUX,
-            [0.9, 0.9312, 0.6460, 0.5059, 0.4008, 0.2882],
-        ),  # Flow-GRPO's FLUX at 512 x 512
-        (
-            flow_sde,
-            0.7,
-            sigmas.shifted(25, 3),
-            [0.7, 0.7145, 0.5087, 0.4182, 0.3646, 0.3282, ..., 0.0825],
-        ),  # MixGRPO
-        (
-            dance_sde,
-            0.3,
-            sigmas.shifted(16, 3),
-            [0.0442, ..., 0.1225],
-        ),  # the other way: noise grows towards the image
+        # Flow-GRPO's SD3, and its FLUX at 512 x 512
+        (flow_sde, 0.7, sigmas.sd3(10), [*SD3, 0.3191, 0.2820, 0.2254, 0.0063]),
+        (flow_sde, 0.9, FLUX, [0.9, 0.9312, 0.6460, 0.5059, 0.4008, 0.2882]),
+        (flow_sde, 0.7, sigmas.shifted(25, 3), [*MIX, ..., 0.0825]),
+        # the other way: noise grows towards the image
+        (dance_sde, 0.3, sigmas.shifted(16, 3), [0.0442, ..., 0.1225]),
     ],
 )
 def test_published_stds(module, eta, grid, expected):
@@ -331,7 +311,10 @@ def test_published_stds(module, eta, grid, expected):
     assert std[:first] == pytest.approx(expected[:first], abs=6e-5) and std[-1] == pytest.approx(
         expected[-1], abs=6e-5
     )
-    assert module is not dance_sde or std == sorted(std)
+    if module is dance_sde:
+        assert std == sorted(std)
+    else:  # dt = 1 - sigma_1, which is the cap
+        assert std[0] == pytest.approx(eta, abs=1e-7)
 
 
 def test_shift_is_the_identity_at_one_and_moves_the_middle():
