@@ -125,7 +125,7 @@ class Plan:
 
     @cached_property
     def depth(self) -> Tensor:
-        """(E,) number of edges between an edge and its root."""
+        """Count the edges between each edge and its root, (E,)."""
         out = [0] * self.edges
         for e, p in enumerate(self.parent.tolist()):
             out[e] = 0 if p < 0 else out[p] + 1
@@ -175,8 +175,8 @@ class Rollout:
     start_key: Tensor | None = None  # (B,) int64 of each leaf's initial noise; None: from files
 
     def at(self, rows: Tensor) -> Tensor:
-        """The states (n, *L) of these rows (n,), on the device of the rows: with batch.states=host
-        they are kept elsewhere."""
+        """Return the states (n, *L) of these rows (n,), on the device of the rows: with
+        batch.states=host they are kept elsewhere."""
         return self.states[rows.to(self.states.device)].to(rows.device)
 
     @property
@@ -255,7 +255,7 @@ class Columns:
         return next(iter(self.data.values())).shape[0] if self.data else 0
 
     def __getitem__(self, rows: Tensor) -> Columns:
-        """The rows (m,) int64; with columns near by, they are on the CPU."""
+        """Return the rows (m,) int64; with columns near by, `rows` are on the CPU."""
         near = {k: v[rows] for k, v in self.near.items()}
         if near:
             rows = rows.to(next(iter(self.data.values())).device, non_blocking=True)
@@ -267,7 +267,7 @@ class Columns:
         return Columns(self.data, {k: v.cpu() for k, v in read.items()})
 
     def host(self, name: str) -> Tensor:
-        """A column on the CPU: the copy that is near by, or one that is waited for."""
+        """Return a column on the CPU: the copy that is near by, or one that is waited for."""
         return self.near[name] if name in self.near else getattr(self, name).cpu()
 
     def __getattr__(self, name: str) -> Tensor:

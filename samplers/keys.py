@@ -32,7 +32,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def _bits(part: int | str | Tensor) -> np.ndarray:
-    """The 64 bits of a part, uint64 of at least one dimension."""
+    """Return the 64 bits of a part, uint64 of at least one dimension."""
     if isinstance(part, Tensor):
         return np.atleast_1d(part.long().cpu().numpy().view(np.uint64))
     number = digest(part) if isinstance(part, str) else int(part)
@@ -40,7 +40,7 @@ def _bits(part: int | str | Tensor) -> np.ndarray:
 
 
 def digest(text: str) -> int:
-    """64 bits of a text, as a signed integer."""
+    """Hash a text to 64 bits, as a signed integer."""
     hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "little", signed=True)
 

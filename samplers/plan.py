@@ -79,7 +79,7 @@ class PlanBuilder:
         return float(self.sigmas[1]) if capped and self.steps > 1 and at_one else None
 
     def build(self, **options: Any) -> Plan:
-        """The plan; options: its further fields."""
+        """Return the plan; options: its further fields."""
         columns = (torch.tensor(column) for column in zip(*self.rows, strict=True))
         parent, start, end, noisy = columns
         return Plan(
@@ -331,7 +331,7 @@ def with_new_tails(
 
 
 def noise_at_or_below(plan: Plan) -> Tensor:
-    """(E,) bool: edges that are SDE or lead to one."""
+    """Mark edges that are SDE or lead to one: (E,) bool."""
     noisy = plan.kind == SDE
     for e in reversed(range(plan.edges)):
         if noisy[e] and plan.parent[e] >= 0:
@@ -340,7 +340,7 @@ def noise_at_or_below(plan: Plan) -> Tensor:
 
 
 def children_of(plan: Plan) -> list[list[int]]:
-    """The edges right below each edge."""
+    """List the edges right below each edge."""
     children: list[list[int]] = [[] for _ in range(plan.edges)]
     for e, p in enumerate(plan.parent.tolist()):
         if p >= 0:
@@ -349,7 +349,7 @@ def children_of(plan: Plan) -> list[list[int]]:
 
 
 def sigmas_down(plan: Plan, head: int, children: list[list[int]]) -> list[float]:
-    """Sigmas of the path without forks that begins with edge `head`."""
+    """List the sigmas of the path without forks that begins with edge `head`."""
     edges = [head]
     while children[edges[-1]]:
         edges.append(children[edges[-1]][0])
@@ -357,7 +357,7 @@ def sigmas_down(plan: Plan, head: int, children: list[list[int]]) -> list[float]
 
 
 def coarser(grid: list[float], *, tail: float, kappa: float | None, count: str) -> list[float]:
-    """A grid with the same ends and fewer steps (see compress)."""
+    """Return a grid with the same ends and fewer steps (see compress)."""
     old = len(grid) - 1
     wanted = math.ceil(old * tail - 1e-9) if count == "paper" else int((old + 1) * tail + 1e-9) - 1
     steps = max(wanted, 1)
@@ -375,7 +375,8 @@ def coarser(grid: list[float], *, tail: float, kappa: float | None, count: str) 
 
 
 def nfe(plan: Plan, copies: int = 1) -> int:
-    """Distinct states that the network sees for `copies` copies of the plan on one prompt.
+    """Count the distinct states that the network sees for `copies` copies of the plan on one
+    prompt.
 
     Times the branches of guidance, that is network rows. Counted on the table: copies or roots that
     share x_T also share every state reached from it by ODE edges alone.

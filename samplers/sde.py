@@ -51,7 +51,7 @@ def choices() -> list[str]:
 
 @functools.cache
 def find(name: str) -> Sde:
-    """The step of a name. Unknown, or what cannot serve -> ValueError."""
+    """Return the step of a name; ValueError for an unknown name, or for what cannot be a step."""
     if name in SDES:
         return _sde(SDES[name], SDES[name].transition)
     what = f'sde "{name}"'
@@ -73,7 +73,7 @@ def _sde(found: Any, transition: Callable[..., Transition]) -> Sde:
 
 
 def _try_out(own: Sde, what: str) -> None:
-    """ValueError unless two rows make a step of two rows."""
+    """Try a step on two rows; ValueError unless it makes a transition of two rows."""
     x, half = torch.ones(2, 3), torch.full((2,), 0.5)
     extra: dict[str, Any] = {"sigma_cap": None} if own.capped else {}
     extra |= {"std": torch.ones(2, 1)} if own.learned else {}

@@ -73,20 +73,20 @@ def grow(
 
 
 def evaluate(velocity: Velocity, level: Level, micro: int | None) -> Tensor:
-    """v (n, *L) of all nodes of a level, at most `micro` in a call."""
+    """Compute v (n, *L) of all nodes of a level, at most `micro` in a call."""
     n = len(level.row)
     chunks = [slice(i, i + (micro or n)) for i in range(0, n, micro or n)]
     return torch.cat([velocity(level.x[c], level.sigma[c], level.row[c]).float() for c in chunks])
 
 
 class Forest:
-    """Makes the next level from the last."""
+    """A forest that grows: it makes the next level from the last."""
 
     def __init__(self, plan: Plan, names: NodeKeys, kept: Kept, noise: Noise, std: Std | None):
         self.plan, self.names, self.kept, self.noise, self.std = plan, names, kept, noise, std
 
     def roots(self, rows: Tensor, init: Callable[..., Tensor] | None) -> tuple[Level, Tensor]:
-        """The distinct x_T -> (level, row of it for each root (R, roots))."""
+        """Draw the distinct x_T -> (level, row of it for each root (R, roots))."""
         plan, names = self.plan, self.names
         first, place = distinct(names.root.flatten())
         x = self.noise(names.noise_root.flatten()[first]).float()
@@ -122,7 +122,7 @@ class Forest:
         return after, place
 
     def walk(self, before: Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
-        """Edges of both kinds from `before` -> (states at their ends, log-prob or NaN)."""
+        """Walk edges of both kinds from `before` -> (states at their ends, log-prob or NaN)."""
         ode = self.plan.kind[edge] == ODE
         log_prob = v.new_full((len(edge),), torch.nan)
         if bool(ode.all()):
@@ -137,7 +137,7 @@ class Forest:
         return y, log_prob
 
     def straight(self, before: Level, v: Tensor, edge: Tensor) -> Tensor:
-        """ODE edges. The last edge of a path, and one without history, are first-order."""
+        """Walk ODE edges. The last edge of a path, and one without history, are first-order."""
         x, sigma, sigma_next = before.x, before.sigma, self.plan.sigma_next[edge]
         if before.x0 is None:  # Euler
             return x + expand(sigma_next - sigma, x).to(x, non_blocking=True) * v
@@ -146,7 +146,7 @@ class Forest:
         return dpmpp.step(v, x, sigma, sigma_next, before.x0, history)
 
     def noisy(self, before: Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
-        """SDE edges -> (states at their ends, log-prob of exactly these states)."""
+        """Walk SDE edges -> (states at their ends, log-prob of exactly these states)."""
         plan, names = self.plan, self.names
         sigma, sigma_next, eta = plan.sigma[edge], plan.sigma_next[edge], plan.eta[edge]
         std = None if self.std is None else self.std(sigma, before.row, eta)

@@ -54,7 +54,7 @@ def with_live_objects(
     prompts: Any = None,
     features: Any = None,
 ) -> tuple[Config, Live]:
-    """A config (or what load_config makes one of) in which objects have taken the place of names.
+    """Put objects in the place of names, in a config or in what load_config makes one of.
 
     policy: a diffusers pipeline or a Policy. rewards: as load_set takes them. algorithm: a subclass
     of Algorithm, or an instance. prompts: texts or records, or {"train": ..., "eval": ...}, where
@@ -106,7 +106,7 @@ def held_out_of(*, policy: Any = None, rewards: Any = None, prompts: Any = None)
 
 
 def prompts_of(given: Any, what: str) -> Prompts:
-    """Prompts of a list of texts or records, or of the source of this name."""
+    """Load prompts of a list of texts or records, or of the source of this name."""
     return load_prompts(given) if isinstance(given, str) else records(given, what)
 
 

@@ -149,7 +149,7 @@ def self_check(policy: Replayed) -> SelfCheck:
 
 
 def _decode(policy: Replayed, x: Tensor, cond: Cond) -> Tensor:
-    """Media of latents x (2, *L) of the swapped record, a row at a time."""
+    """Decode latents x (2, *L) of the swapped record, a row at a time."""
     parts = zip(x.split(1), torch.tensor([1, 0]).split(1), strict=True)
     return torch.cat([policy.decoder(latents, cond, row) for latents, row in parts])
 
@@ -167,7 +167,7 @@ def _beside(ours: Tensor, decoded: Tensor) -> float:
 
 
 def _sensitivity(policy: Replayed, real: RealRun, cond: Cond, ours: dict[int, Tensor]) -> float:
-    """How far predictions move when latents are rounded."""
+    """Return how far predictions move when latents are rounded, relative to their size."""
     j = real.own[-1]
     it = real.iterations[j]
     rounded = replace(it, sample=_rounded(it.sample.float()))
@@ -176,7 +176,7 @@ def _sensitivity(policy: Replayed, real: RealRun, cond: Cond, ours: dict[int, Te
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Latents (n, *L) fp32, each up or down by half a unit in the last place."""
+    """Move each number of latents (n, *L) fp32 up or down by half a unit in the last place."""
     eps = torch.finfo(torch.float32).eps / 2
     generator = torch.Generator().manual_seed(4)
     signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1

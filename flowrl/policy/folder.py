@@ -48,14 +48,14 @@ def check_index(source: str, index: Any) -> None:
 
 
 def parts_of(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """(package, class) of each part that a model_index.json lists as present."""
+    """Return (package, class) of each part that a model_index.json lists as present."""
     pairs = {name: e for name, e in index.items() if isinstance(e, list) and name[:1] != "_"}
     return {name: (str(e[0]), str(e[1])) for name, e in pairs.items() if e[0] is not None}
 
 
 def variant_of(source: str, index: Mapping[str, Any]) -> str | None:
-    """What stands in the names of weights (fp16 in model.fp16.safetensors), where a part has no
-    others."""
+    """Find the variant in the names of weights (fp16 in model.fp16.safetensors), where a part has
+    no weights without one."""
     for part in parts_of(index):
         names = [path.name for path in (Path(source) / part).glob("*.safetensors")]
         found = [match[2] for match in map(OF_VARIANT.fullmatch, names) if match]
@@ -65,7 +65,7 @@ def variant_of(source: str, index: Mapping[str, Any]) -> str | None:
 
 
 def why_not(source: str, error: Exception) -> str:
-    """Why a source cannot be loaded, in a sentence. error: what loading it raised."""
+    """Say in a sentence why a source cannot be loaded. error: what loading it raised."""
     path, what = located(source), f'model "{source}"'
     if path.is_file():
         return f"{what} is a single file, and {_for_file(path)}"
@@ -106,7 +106,7 @@ def first_sentence(error: object) -> str:
 
 
 def _damaged(folder: Path) -> str | None:
-    """The first of its files of weights that is none, and what to do."""
+    """Name the first file of weights that cannot be read, and what to do; None where all can."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.rglob("*.safetensors")):
@@ -122,8 +122,8 @@ def _damaged(folder: Path) -> str | None:
 
 
 def _known(package: str, cls: str) -> bool:
-    """Whether an installed package has a class. diffusers and its pipelines are looked into; of
-    transformers, diffusers knows classes under names that are gone."""
+    """Whether an installed package has a class. Only diffusers and its pipelines are looked into:
+    diffusers finds classes of transformers under names that are gone."""
     import diffusers
 
     if package == "diffusers" or hasattr(diffusers.pipelines, package):

@@ -1,4 +1,4 @@
-"""What the engine writes down of a forest: the name of every node, and the states that are kept."""
+"""The engine's record of a forest: the name of every node, and the states that are kept."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Level:
 
     @classmethod
     def first(cls, x: Tensor, row: Tensor, sigma: Tensor) -> Level:
-        """The roots: nothing is kept of them yet, and there is no history."""
+        """Make the level of the roots: nothing is kept of them yet, and there is no history."""
         stored, none = torch.full((len(row),), -1), torch.ones_like(sigma)
         return cls(x=x, row=row, sigma=sigma, stored=stored, x0=None, sigma_x0=none)
 
     def take(self, rows: Tensor) -> Level:
-        """The nodes at `rows`, in that order; itself where these are all, as they are."""
+        """Return the nodes at `rows`, in that order; the level itself where these are all, in
+        order."""
         if is_all(rows, len(self.row)):
             return self
         there = rows.to(self.x.device, non_blocking=True)
@@ -151,7 +152,7 @@ class Kept:
         self.log_prob[:, columns] = log_prob[rows]
 
     def rollout(self, nfe: int) -> Rollout:
-        """Transitions and leaves copy by copy, each in the order of the plan's table."""
+        """Return transitions and leaves copy by copy, each in the order of the plan's table."""
         plan, copies, leaf_edges = self.plan, len(self.rows), self.plan.leaf_edges
         trained = torch.nonzero(plan.trained).flatten()
         last, above = trained_above(plan, trained)
@@ -207,7 +208,7 @@ def trained_above(plan: Plan, trained: Tensor) -> tuple[Tensor, Tensor]:
 def named(
     rows: Tensor, prompt_keys: Tensor | None, copies: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """rows, prompt_keys and copies (R,) on the CPU, with the defaults of `tree.grow`."""
+    """Return rows, prompt_keys and copies (R,) on the CPU, with the defaults of `tree.grow`."""
     rows = torch.as_tensor(rows).cpu().long()
     prompt_keys = key("prompt", rows) if prompt_keys is None else torch.as_tensor(prompt_keys)
     copies = occurrence(rows) if copies is None else torch.as_tensor(copies)
@@ -221,7 +222,7 @@ def named(
 
 
 def occurrence(rows: Tensor) -> Tensor:
-    """How many equal values come before each one."""
+    """Count for each value how many equal ones come before it."""
     seen: dict[int, int] = {}
     out = []
     for row in rows.tolist():
@@ -231,7 +232,7 @@ def occurrence(rows: Tensor) -> Tensor:
 
 
 def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
-    """values (n,) -> (first place of each distinct value, which of these each value is).
+    """Find the distinct values of (n,) -> (first place of each, which of these each value is).
 
     In order of appearance.
     """
@@ -252,8 +253,8 @@ def is_all(rows: Tensor, n: int) -> bool:
 
 
 def own_noise(noise: Callable[[Tensor], Tensor], path: Tensor) -> Tensor:
-    """Noise of SDE edges named by their path, (n,) int64 -> (n, *L).
+    """Draw the noise of SDE edges named by their path, (n,) int64 -> (n, *L).
 
-    Of correlated siblings, the part that they do not share.
+    For correlated siblings this is the part that they do not share.
     """
     return noise(key("own", path)).float()

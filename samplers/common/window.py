@@ -1,4 +1,4 @@
-"""Where the window of SDE steps lies: it moves over training (MixGRPO, arXiv:2507.21802)."""
+"""The window of SDE steps moves over training (MixGRPO, arXiv:2507.21802): where it lies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def window_start(
     knee: int = 13,
     seed: int = 0,
 ) -> int:
-    """First step of the window at an iteration, a pure function: nothing to save or resume.
+    """Return the first step of the window at an iteration: a pure function, so that nothing is
+    saved.
 
     The window of `size` steps stays inside [low, high); high None: steps - 1, the last step is ODE.
     progressive: moves on by `stride` every `every` iterations and returns to `low` at the end.
