@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flowrl.policy.replay.arguments import SCALE, Cond
 from flowrl.policy.replay.call import Request
-from flowrl.policy.replay.coords import LIMITS, first_order, started, unmarked
+from flowrl.policy.replay.coords import LIMITS, FirstStep, first_order, started
 from flowrl.policy.replay.decode import TailDecoder, tail
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.items import PromptItem
@@ -260,13 +260,8 @@ def _run(policy: Replayed, items: Sequence[PromptItem]) -> RealRun:
 
 
 def _run_together(policy: Replayed, items: list[PromptItem]) -> RealRun:
-    prober, rows = policy.prober, len(items)
-    fresh: list[Any] = []
+    prober, rows, first = policy.prober, len(items), FirstStep()
     final: list[Tensor] = []
-
-    def on_raw(given: dict[str, Any]) -> None:
-        if not fresh:  # as it is at its first step: some loops edit its sigmas
-            fresh.append(unmarked(given["self"]))
 
     def on_done(result: Tensor) -> None:
         final[:] = [result[:rows].clone()]
@@ -274,10 +269,11 @@ def _run_together(policy: Replayed, items: list[PromptItem]) -> RealRun:
     real = _own(policy, torch.stack([it.time for it in prober.run(items, policy.steps)]))
     # the overlong prompt alone fixes the text's length for these short ones
     pad = prober.runner.pad[:1]
-    ran = prober.run(items, policy.steps, pad=pad, real=real, on_raw=on_raw, on_done=on_done)
+    ran = prober.run(items, policy.steps, pad=pad, real=real, on_raw=first, on_done=on_done)
     done = [RecordedStep([], it.time, it.sample[:rows], it.prediction[:rows]) for it in ran]
-    sigmas = policy.coords.sigmas_of(fresh[0], torch.stack([it.time for it in done]))
-    return RealRun(iterations=done, own=real, sigmas=sigmas, final=final[0], scheduler=fresh[0])
+    scheduler = first.scheduler
+    sigmas = policy.coords.sigmas_of(scheduler, torch.stack([it.time for it in done]))
+    return RealRun(iterations=done, own=real, sigmas=sigmas, final=final[0], scheduler=scheduler)
 
 
 def _own(policy: Replayed, times: Tensor) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.replay.call import Replay, Request, together
-from flowrl.policy.replay.coords import Coords
+from flowrl.policy.replay.coords import Coords, place_of
 from flowrl.policy.replay.probe import Prober, always
 from flowrl.policy.replay.record import prediction_of
 from flowrl.policy.replay.reentry import reenter
@@ -66,8 +66,7 @@ def body_replay(prober: Prober, coords: Coords, why: str) -> tuple[Replay, int]:
     why: what could not be inferred."""
     x = torch.zeros(prober.count + len(prober.runner.pad), *prober.shape)
     iterations = prober.run(prober.rows(prober.count), STEPS, latents=always(x))
-    times = prober.runner.pipe.scheduler.timesteps.double().cpu()
-    prober.begin = int((times - iterations[0].time).abs().argmin())
+    prober.begin = place_of(prober.runner.pipe.scheduler, iterations[0].time)
     outputs = prober.templates.values()
     each = [len(prediction_of(out, prober.runner.streams)) / rows for out, rows in outputs]
     replay = BodyReplay(

@@ -272,8 +272,7 @@ class Coords:
         sigmas: Any = getattr(scheduler, "sigmas", None)
         whole = isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
         if self.kind in FLOWS or whole:
-            # img2img runs start late
-            first = int((scheduler.timesteps.double().cpu() - times[0]).abs().argmin())
+            first = place_of(scheduler, times[0])
             return self._from_level(sigmas.double().cpu()[first : first + times.numel() + 1])
         last = torch.as_tensor(getattr(scheduler, "final_alpha_cumprod", 1.0)).reshape(1).cpu()
         train = self._from_alphas(scheduler.alphas_cumprod.cpu())
@@ -304,11 +303,28 @@ class Coords:
 LIMITS = ("clip_sample", "thresholding")  # of a step's estimate of the clean latents
 
 
-def unmarked(scheduler: Any) -> Any:
-    """A copy of a scheduler whose step is recorded, for use on its own."""
-    own = copy.deepcopy(scheduler)
-    own.__dict__.pop("_recorded_by", None)
-    return own
+GIVEN = ("self", "model_output", "timestep", "sample", "return_dict", "generator", "eta")
+
+
+class FirstStep:
+    """Keeps a scheduler as it is at the first step of a run, as some loops edit its sigmas."""
+
+    def __init__(self) -> None:
+        self.scheduler: Any = None  # a copy, whose step is not recorded
+        self.extra: dict[str, Any] = {}  # further arguments of step, at the last step
+
+    def __call__(self, given: dict[str, Any]) -> None:
+        """See the arguments of a call to step, as `on_raw` of Runner.run."""
+        if self.scheduler is None:
+            self.scheduler = copy.deepcopy(given["self"])
+            self.scheduler.__dict__.pop("_recorded_by", None)
+        self.extra = {k: v for k, v in given.items() if k not in GIVEN}
+
+
+def place_of(scheduler: Any, time: Tensor) -> int:
+    """Which of the scheduler's timesteps a model time is: loops that start from a picture start
+    late."""
+    return int((scheduler.timesteps.double().cpu() - time).abs().argmin())
 
 
 def started(scheduler: Any, at: int = 0) -> Any:

@@ -13,7 +13,7 @@ from flowrl.policy.replay.arguments import Affine, CallPlan, Rows, Slot, get
 from flowrl.policy.replay.bind import stacked
 from flowrl.policy.replay.call import Replay
 from flowrl.policy.replay.classify import Leaf, differs, fit_time, leaves, name
-from flowrl.policy.replay.coords import Coords, TimeMap, unmarked
+from flowrl.policy.replay.coords import Coords, FirstStep, TimeMap, place_of
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.outputs import infer_regime
 from flowrl.policy.replay.probe import MANY, Prober, always
@@ -45,8 +45,7 @@ def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
     runner = prober.runner
     zero, segments, steps = _first_runs(prober)
     times = torch.stack([i.time for i in zero])
-    all_times = runner.pipe.scheduler.timesteps.double().cpu()
-    prober.begin = int((all_times - times[0]).abs().argmin())
+    prober.begin = place_of(runner.pipe.scheduler, times[0])
     alone = runner.form == "alone"
     shape, rows = prober.shape, prober.count + len(runner.pad)
     seen = Evidence(
@@ -81,22 +80,12 @@ def _other(prober: Prober, steps: int) -> dict[str, list[RecordedStep]]:
 
 def find_coords(prober: Prober) -> Coords:
     """Coordinates of the pipeline's scheduler, as its step and its times in a run show them."""
-    fresh: list[Any] = []
-    extra: dict[str, Any] = {}
-
-    def on_raw(given: dict[str, Any]) -> None:
-        if not fresh:  # as it is at its first step: some loops edit its sigmas
-            fresh.append(unmarked(given["self"]))
-        extra.clear()
-        own = ("self", "model_output", "timestep", "sample", "return_dict", "generator", "eta")
-        extra.update({k: v for k, v in given.items() if k not in own})
-
-    runner = prober.runner
+    runner, first = prober.runner, FirstStep()
     coords = Coords(runner.pipe.scheduler)
-    iterations = prober.run(prober.rows(prober.count), prober.steps, on_raw=on_raw)
-    coords.settle(fresh[0], extra)
+    iterations = prober.run(prober.rows(prober.count), prober.steps, on_raw=first)
+    coords.settle(first.scheduler, first.extra)
     times = torch.stack([it.time for it in iterations])
-    sigmas = coords.sigmas_of(fresh[0], times)[:-1]
+    sigmas = coords.sigmas_of(first.scheduler, times)[:-1]
     if not coords.time.holds(sigmas, times):
         iterations = prober.run(prober.rows(prober.count), CURVE)
         times = torch.stack([it.time for it in iterations])
