@@ -67,8 +67,8 @@ def exported(parts: TrainedParts) -> dict[str, Tensor]:
     rank, which readers assume that see no alpha."""
     factor = parts.options["alpha"] / parts.options["rank"]
     return {
-        name: (value * factor if ".lora_B." in name else value).cpu().contiguous()
-        for name, value in parts.tensors("default").items()
+        name: (p.detach() * factor if ".lora_B." in name else p.detach()).cpu().contiguous()
+        for name, p in parts.named().items()  # without heads
     }
 
 
