@@ -36,7 +36,7 @@ from reference_loop import LOOPS, Loop, Settings
 from flowrl.config.build import DTYPES
 from flowrl.config.load import load_config
 from flowrl.config.schema import Config, ModelConfig
-from flowrl.policy.weights.parts import ATTENTION
+from flowrl.policy.weights.targets import ATTENTION
 from flowrl.runtime.ledger import Ledger
 from flowrl.training.budget import roofline
 from flowrl.training.budget.meter import Meter
