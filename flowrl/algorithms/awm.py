@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
-from flowrl.runtime.read_when import read_above, read_when
+from flowrl.runtime.rule import read_above, read_when
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 TINY = 1e-10  # added to m where a root is taken

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.algorithms.common import base, forward
-from flowrl.runtime.read_when import read_above
+from flowrl.runtime.rule import read_above
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 

@@ -10,14 +10,14 @@ docs/algorithms/dgpo.md says how it differs from the authors' code.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
-from flowrl.runtime.read_when import read_with
+from flowrl.runtime.rule import Rule, read_with
 from flowrl.types import Columns, LossOutput
 
 
@@ -43,6 +43,15 @@ class DGPOConfig(forward.ForwardConfig, forward.Follower):
     )
     old_slope: Annotated[forward.Slope, read_with("algorithm.clip")] = 0.001
     old_decay: Annotated[forward.Decay, read_with("algorithm.clip")] = 0.3
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("draw.mode",),
+            "dgpo needs advantages that add up to 0 over a group, which {0} trains a part of; use"
+            " draw.mode=refill or once",
+            when=lambda mode: mode == "balance",
+        ),
+    )
 
     @model_validator(mode="after")
     def check_keep(self) -> DGPOConfig:

@@ -9,7 +9,7 @@ docs/algorithms/dpo.md says how it differs from the paper and from Flow-GRPO's o
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, model_validator
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.algorithms.common import base, forward
+from flowrl.runtime.rule import Rule
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 
@@ -40,6 +41,8 @@ class DPOConfig(forward.ForwardConfig):
             "Strength of the pull to the reference: 100 online, 2000 to 5000 from a data set."
         ),
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = (Rule(("diversity.entropy",), forward.SCALED_ALIKE),)
 
     @model_validator(mode="after")
     def check_keep(self) -> DPOConfig:

@@ -9,14 +9,14 @@ docs/algorithms/raft.md and rwr.md say how they differ from the papers and from 
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
-from flowrl.runtime.read_when import read_when
+from flowrl.runtime.rule import Rule, read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 # rows with less of their group's weight are left out: they would cost as much as the others
@@ -42,6 +42,21 @@ class RAFTConfig(forward.ForwardConfig):
     )
     temperature: Annotated[PositiveFloat, read_when("algorithm.select", "softmax")] = Field(
         1.0, description="Of the softmax over the advantages."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("algorithm.top", "batch.group", "algorithm.select", "data.offline"),
+            "{0} of {1} trains every sample, whatever its reward; lower it, or raise the group",
+            when=lambda top, group, select, offline: (
+                top >= group and select == "best" and not offline
+            ),
+        ),
+        Rule(
+            ("diversity.entropy", "algorithm.select"),
+            forward.SCALED_ALIKE,
+            when=lambda entropy, select: entropy and select == "best",
+        ),
     )
 
 

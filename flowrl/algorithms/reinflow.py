@@ -30,7 +30,7 @@ from torch import Tensor
 from flowrl.algorithms import grpo
 from flowrl.algorithms.common import base, transitions
 from flowrl.algorithms.common.transition_config import known_sde
-from flowrl.runtime.read_when import read_with
+from flowrl.runtime.rule import read_with
 from flowrl.samplers import sde
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout, Transition
 

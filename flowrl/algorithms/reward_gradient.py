@@ -25,7 +25,7 @@ from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
 from flowrl.algorithms.common.estimate import estimated, noised, recomputed
-from flowrl.runtime.read_when import read_when
+from flowrl.runtime.rule import read_when
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout

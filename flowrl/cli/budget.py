@@ -58,7 +58,7 @@ def tables(found: Any) -> list[Any]:
     """A budget as tables: each phase, what stays, and the cards."""
     from rich.table import Table
 
-    from flowrl.training.budget.fit import CARDS, words
+    from flowrl.training.budget.fit import CARDS, as_words
 
     # an iteration, phase by phase
     b = found.own
@@ -100,7 +100,7 @@ def tables(found: Any) -> list[Any]:
         if step is None:
             cards.add_row(f"{card} GB", "no", f"{found.steps[-1].budget.needed:.1f}", "")
             continue
-        how = f"with {words(step.settings)}" if step.settings else "yes"
+        how = f"with {as_words(step.settings)}" if step.settings else "yes"
         needed, seconds = step.budget.needed, step.budget.seconds
         cards.add_row(f"{card} GB", how, f"{needed:.1f}", f"{seconds:.3g}")
     return [phases, stays, cards]

@@ -69,8 +69,8 @@ def _written_out(value: Any) -> Any:
 
 @contextmanager
 def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
-    """ValueError inside means that the user's input was wrong, a RewardBug that their reward is:
-    one sentence, exit code 2.
+    """Print errors of the user's as one sentence and leave with exit code 2: a ValueError inside
+    means that their input was wrong, a RewardBug that their reward is.
 
     disk: the exit code of an OSError, 1 where something was done before it; that of a file that
     cannot be written is 1.
@@ -120,7 +120,7 @@ def complain(*problems: object) -> None:
 
 
 def parse_config(overrides: list[str] | None) -> Any:
-    """The Config of a command line: a file or an experiment, changed by the words after it."""
+    """Load the Config of a command line: a file or an experiment, changed by the words after it."""
     from flowrl.config.compose import options
     from flowrl.config.load import load_config
     from flowrl.runtime.registry import did_you_mean
@@ -148,7 +148,7 @@ def parse_guidance(text: str) -> float | str:
 
 
 def parse_columns(words: list[str] | None) -> dict[str, str]:
-    """--columns NAME=COLUMN ..., as data.columns of a config."""
+    """Read --columns NAME=COLUMN ..., as data.columns of a config."""
     found = named_values("--columns", words, "prompt=Caption", lambda name: frozenset({str}))
     if empty := [name for name, column in found.items() if not column]:
         raise ValueError(f"--columns {empty[0]}= names no column; give it, as in prompt=Caption")
@@ -156,18 +156,19 @@ def parse_columns(words: list[str] | None) -> dict[str, str]:
 
 
 def call_arguments(words: list[str] | None) -> dict[str, Any]:
-    """--pipeline NAME=VALUE ..., a text where an argument is one."""
+    """Read --pipeline NAME=VALUE ..., as a text where an argument is one."""
     from flowrl.data import conditions
     from flowrl.policy.load import call_options
+    from flowrl.runtime.typed_text import kinds_of_argument
 
-    given = named_values("--pipeline", words, "height=512", conditions.kinds_of)
+    given = named_values("--pipeline", words, "height=512", kinds_of_argument)
     return conditions.loaded(call_options(given))
 
 
 def named_values(
     option: str, words: list[str] | None, example: str, kinds_of: Callable[[str], Any]
 ) -> dict[str, Any]:
-    """NAME=VALUE ... of an option. kinds_of: a name -> what it takes."""
+    """Read NAME=VALUE ... of an option. kinds_of: a name -> the types that it takes."""
     from flowrl.runtime.typed_text import value_of
 
     out: dict[str, Any] = {}

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.find import algorithm_class
-from flowrl.config import combine, load
+from flowrl.config import load
+from flowrl.config.facts import of_config
 from flowrl.config.live import Live, check_given
+from flowrl.config.rules import climbs
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.data import prompts as data_prompts
@@ -36,7 +38,6 @@ from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
 from flowrl.runtime import registry
 from flowrl.runtime.log import logger
-from flowrl.runtime.paths import nearby
 from flowrl.runtime.store import checkpoint
 from flowrl.runtime.store.checkpoint import Checkpoint, CheckpointError
 from flowrl.runtime.store.run_folder import config_file
@@ -55,7 +56,7 @@ def precision(cfg: Config) -> str:
 
 
 def autocast(cfg: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which networks run at train.precision.
+    """Return what makes the context in which networks run at train.precision.
 
     None over a bf16 network with LoRA, which computes in bf16 throughout (weights/masters.py):
     autocast would widen its layer norms. Weights that are all trained are fp32, and need it.
@@ -80,15 +81,14 @@ def make_policy(
     split: bool = False,
     main: bool = True,
 ) -> Policy:
-    """The policy that a config trains, with fresh adapters or those of train.init_lora.
+    """Make the policy that a config trains, with fresh adapters or those of train.init_lora.
 
     algorithm: one of this config, where it was made already. live: a policy or prompts that a
     script handed over. split: see load_policy; where each forward brings all blocks from the host,
     main alone checks the policy against its pipeline."""
     live = live or Live()
     algorithm = algorithm or live.algorithm or make_algorithm(cfg)
-    check_init(cfg)
-    combine.check(cfg)
+    of_config(cfg)  # refuses what its words refuse
     own = [part for part in cfg.train.parts if part not in heads.KINDS]
     adapted = cfg.train.mode == "lora" and (own or cfg.train.init_lora)
     lora = cfg.train.lora.model_dump() if adapted else None
@@ -119,7 +119,7 @@ def make_policy(
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         recompute(policy.networks.values(), cfg.train.gradient_checkpointing)
-    if live.policy is None and not climbs(cfg, algorithm):
+    if live.policy is None and not climbs(cfg.reward, algorithm.needs):
         policy.narrow_decoder()
     if cfg.model.tiling:
         policy.tile_decoder()
@@ -140,13 +140,6 @@ def encoding(cfg: Config) -> Encoding | None:
     return own if leave else None
 
 
-def climbs(cfg: Config, algorithm: Algorithm | None = None) -> bool:
-    """Whether a gradient passes through rewards and the decoder: the method climbs a reward, or one
-    is climbed beside it. Then the decoder stays in fp32."""
-    climbed = any(entry.get("mode") == "grad" for entry in cfg.reward.values())
-    return climbed or "reward" in (algorithm or make_algorithm(cfg)).needs
-
-
 def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm) -> None:
     """Put the small networks of train.parts beside the policy; those of an earlier run of the same
     live policy stay, where they are of the same kind."""
@@ -161,29 +154,8 @@ def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm) -> None:
         policy.trainable.set_heads({name: head.to(policy.device) for name, head in made.items()})
 
 
-def check_parts(cfg: Config, algorithm: Algorithm) -> None:
-    """ValueError where train.parts is not what the method trains."""
-    parts, wanted, name = cfg.train.parts, algorithm.heads, cfg.algorithm["name"]
-    own = [part for part in parts if part not in heads.KINDS]
-    full = [*(own or ["denoiser"]) * algorithm.trains_network, *wanted]
-    fix = f"use train.parts=[{', '.join(full)}]"
-    if odd := [part for part in parts if part in heads.KINDS and part not in wanted]:
-        raise ValueError(f"train.parts has {odd[0]}, which algorithm={name} does not train; {fix}")
-    if missing := [head for head in wanted if head not in parts]:
-        raise ValueError(f"algorithm={name} trains {missing[0]}, which train.parts lacks; {fix}")
-    if algorithm.trains_network and not own:
-        raise ValueError(
-            f"algorithm={name} trains the network too, as samples without noise would not change;"
-            f" {fix}"
-        )
-    if own and not algorithm.trains_network:
-        raise ValueError(
-            f"algorithm={name} leaves the network as it is, and train.parts has {own[0]}; {fix}"
-        )
-
-
 def _example(cfg: Config, live: Live) -> Conditions | None:
-    """Conditions of the first prompt, if it has some."""
+    """Return the conditions of the first prompt, if it has some."""
     if live.prompts is None:
         train = cfg.data.train
         return None if registry.is_live(train) else data_prompts.example(train, cfg.data.columns)
@@ -192,7 +164,7 @@ def _example(cfg: Config, live: Live) -> Conditions | None:
 
 
 def _texts(cfg: Config, live: Live) -> list[str]:
-    """Two prompts of the run: a module's own function of texts may know no others."""
+    """Return two prompts of the run: a module's own function of texts may know no others."""
     data = cfg.data
     if live.prompts is not None:
         found = live.prompts
@@ -204,20 +176,9 @@ def _texts(cfg: Config, live: Live) -> list[str]:
     return list(dict.fromkeys(prompt["prompt"] for prompt in found))[:2]
 
 
-def check_init(cfg: Config) -> None:
-    """ValueError where train.init_lora cannot be what is loaded, before a model is."""
-    start = cfg.train.init_lora
-    if start and cfg.train.mode == "full":
-        raise ValueError(
-            f"train.init_lora={start} loads adapters, and train.mode=full trains none; leave one of"
-            " the two out"
-        )
-    if start and not Path(start).exists():
-        raise ValueError(f"train.init_lora={start} does not exist{nearby(start)}")
-
-
 def check_trained(cfg: Config, policy: Policy) -> None:
-    """ValueError where a Policy that a factory made has other trained parts than cfg says."""
+    """Raise ValueError where a Policy that a factory made trains other parts than the config
+    says."""
     if isinstance(policy, GeneratorPolicy):
         raise ValueError(
             f"the model is a generator, which has no weights to train, and"
@@ -248,8 +209,8 @@ def schedule(cfg: Config, policy: Policy) -> Tensor:
 def load_run(
     run: Path, live: Live | None = None
 ) -> tuple[Config, Policy, RewardSet, data_prompts.Prompts]:
-    """Config, policy with the averaged weights of the newest checkpoint, rewards and held-out
-    prompts of a run. live: what a script hands over; of prompts, the held-out ones."""
+    """Load the config, the policy with the averaged weights of the newest checkpoint, rewards and
+    held-out prompts of a run. live: what a script hands over; of prompts, the held-out ones."""
     cfg, live = load.read_config(config_file(run)), live or Live()
     needed = ["policy", "rewards", *["prompts"] * registry.is_live(cfg.data.eval)]
     check_given(cfg, live, call="flowrl.evaluate_run", needed=needed)
@@ -266,7 +227,8 @@ def load_run(
 
 
 def newest_of(run: Path) -> Checkpoint:
-    """The newest checkpoint of a run. Damaged -> CheckpointError: another holds other weights."""
+    """Load the newest checkpoint of a run. If it is damaged -> CheckpointError, as an older one
+    holds other weights."""
     found = checkpoint.load_newest(run)
     for folder, what in found.damaged.items():
         if folder.exists():  # else the run goes on and has removed it
@@ -275,8 +237,8 @@ def newest_of(run: Path) -> Checkpoint:
 
 
 def load_tuned(cfg: Config, saved: Checkpoint, live: Live | None = None) -> Policy:
-    """The policy of a run with the averaged weights of a checkpoint of it, which before the first
-    iteration are the untrained ones; the view "reference" is the base model."""
+    """Load the policy of a run with the averaged weights of one of its checkpoints, which before
+    the first iteration are the untrained ones; the view "reference" is the base model."""
     live = live or Live()
     check_given(cfg, live, call="flowrl.evaluate_run", needed=("policy",))
     policy = make_policy(cfg, live=live)
@@ -289,8 +251,8 @@ def load_tuned(cfg: Config, saved: Checkpoint, live: Live | None = None) -> Poli
 
 
 def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Policy:
-    """The policy that a run trained, LoRA or all weights, averaged; its view "reference" is the
-    base model. call: arguments of the pipeline's call in place of the run's."""
+    """Load the policy that a run trained, LoRA or all weights, averaged; its view "reference" is
+    the base model. call: arguments of the pipeline's call in place of the run's."""
     cfg, saved = load.read_config(config_file(run)), newest_of(run)
     check_given(cfg, Live(), call="flowrl.generate", needed=("policy",))
     if not saved.meta["iteration"]:
@@ -301,9 +263,9 @@ def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Pol
 
 
 def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
-    """LoRA weights and what load_policy takes for them, {"lora", "parts"}: of a run folder, or of a
-    folder that a run exported. (None, settings): load_policy loads them, of a file or folder of any
-    trainer, or the run trained heads alone (`heads_of`)."""
+    """Find LoRA weights and what load_policy takes for them, {"lora", "parts"}, in a run folder or
+    a folder that a run exported. (None, settings): load_policy loads them, of a file or folder of
+    any trainer, or the run trained heads alone (`heads_of`)."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
     settings = weights / LORA_SETTINGS
     if not folder.exists():

@@ -17,7 +17,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flowrl.config.device import on_device, say, usual_device
+from flowrl.config.device import on_this_device, say
+from flowrl.config.gone import without_gone
 from flowrl.config.overrides import Override, parse_override
 from flowrl.runtime import registry, yaml_text
 from flowrl.runtime.text import printable
@@ -43,8 +44,8 @@ class ConfigError(ValueError):
 class File:
     """An experiment, a user's YAML file, or a mapping of a script's."""
 
-    tree: Tree = field(default_factory=dict)
-    options: Options = field(default_factory=dict)
+    tree: Tree = field(default_factory=dict)  # what it states, by section
+    options: Options = field(default_factory=dict)  # the files of configs/ that it chooses
     # GROUP -> what a mapping chooses beside its sections, as `GROUP=...` on the command line does
     chosen: Tree = field(default_factory=dict)
 
@@ -53,12 +54,12 @@ class File:
 class CommandLine:
     """What the words of a command line say."""
 
-    options: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict)  # the files of configs/ that they choose
     own: Tree = field(default_factory=dict)  # sections of choices that need no file of configs/
     values: list[Override] = field(default_factory=list)  # everything else, in its order
 
     def overrules(self, group: str) -> bool:
-        """Whether it says what the group is, so that sections of files do not count."""
+        """Whether the words choose for a group, so that sections of files do not count."""
         if group == "algorithm" and group in self.own:
             return True
         return bool(self.options.get(group)) or group == "reward" and group in self.options
@@ -71,8 +72,8 @@ def compose(
     problems: list[str],
     kinds_of: Callable[[str, Any], Kinds],
 ) -> Tree:
-    """All layers in one tree; problems of the command line are added to those given. kinds_of: a
-    key, and the tree as far as it is -> what the setting takes."""
+    """Lay all layers over each other in one tree; problems of the command line are added to those
+    given. kinds_of: a key, and the tree as far as it is -> what the setting takes."""
     chosen_by = dict(pick for file in given for pick in file.chosen.items())
     line = read_command_line(overrides, problems, chosen_by)
     try:
@@ -82,7 +83,7 @@ def compose(
         for picks in (*(f.options for f in files), line.options):
             chosen |= picks
         source = source_of(files, line) if not chosen["model"] else None
-        unnamed = on_device(source, usual_device())
+        unnamed = on_this_device(source)
         merged = OmegaConf.merge(
             in_full(defaults),
             unnamed,
@@ -105,7 +106,7 @@ def compose(
 
 
 def source_of(files: Sequence[File], line: CommandLine) -> str | None:
-    """model.source as files, a script or the command line state it."""
+    """Return model.source as files, a script or the command line state it; the last one counts."""
     trees = [*(file.tree for file in files), line.own]
     found = [(tree.get("model") or {}).get("source") for tree in trees]
     found += [o.value() for o in line.values if o.key == "model.source"]
@@ -119,7 +120,8 @@ def source_of(files: Sequence[File], line: CommandLine) -> str | None:
 def read_command_line(
     overrides: Sequence[str], problems: list[str], chosen_by: Mapping[str, Any] = {}
 ) -> CommandLine:
-    """Words by what becomes of them, after what a script chooses."""
+    """Sort the words of a command line by what becomes of them; what a script chooses comes
+    first."""
     line, said, left_out = CommandLine(), {}, set()
     for group, value in chosen_by.items():
         if value is None:
@@ -132,6 +134,7 @@ def read_command_line(
         except ValueError as error:
             problems.append(str(error))
             continue
+        # a group is chosen before any value is set, wherever its word stands
         if override.key not in GROUPS:
             line.values.append(override)
         elif override.sign == "~":
@@ -149,7 +152,7 @@ def read_command_line(
 
 
 def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> None:
-    """`group=value`: a file of configs/, or what needs none."""
+    """Take `group=value`, which names a file of configs/ or something that needs none."""
     if value in options(group):
         line.options[group] = value
         line.own.pop(group, None)
@@ -162,8 +165,8 @@ def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> No
 
 
 def section_of(group: str, value: str) -> Tree:
-    """The section of a choice without a file of configs/: a reward's name, a hub id or folder of a
-    model, an entry point, "path/to/file.py:NAME"; {} of anything else."""
+    """Return the section of a choice that has no file in configs/: a reward's name, a hub id or
+    folder of a model, an entry point, "path/to/file.py:NAME"; {} of anything else."""
     here = registry.is_place(value)
     if group == "reward" and (here or value in registry.choices("flowrl.rewards")):
         label = registry.label_of(value)
@@ -183,7 +186,7 @@ def installed(group: str) -> list[str]:
 
 
 def start_over(tree: Any, line: CommandLine) -> None:
-    """`algorithm.name=` of another method than the chosen file's builds on no file, as a section of
+    """Drop the chosen file's options where `algorithm.name=` names another method, as a section of
     a YAML file that names its method does."""
     named = [o.value() for o in line.values if o.key == "algorithm.name" and o.sign != "~"]
     if named and named[-1] != tree.algorithm.get("name"):
@@ -212,8 +215,8 @@ def apply_override(tree: Any, override: Override, kinds: Kinds, problems: list[s
 
 
 def is_course(key: str) -> bool:
-    """Whether it may hold a mapping iteration -> number, which replaces the one before as a
-    whole."""
+    """Whether a key may hold numbers by iteration, {0: 1, 100: 0.2}, which replace those before as
+    a whole."""
     match key.split("."):
         case ["reward", _, "weight"] | ["reward", _, "gate", _]:
             return True
@@ -221,7 +224,7 @@ def is_course(key: str) -> bool:
 
 
 def leave_out(tree: Any, override: Override, value: Any, problems: list[str]) -> None:
-    """`~key`, or `~key=value` where it has that value."""
+    """Take out the key of `~key`, or of `~key=value` where it has that value."""
     parent, _, last = override.key.rpartition(".")
     holder = OmegaConf.select(tree, parent) if parent else tree
     if not OmegaConf.is_dict(holder) or last not in holder:
@@ -249,9 +252,9 @@ def options(group: str) -> list[str]:
 
 
 def read_yaml(path: Path) -> Tree:
-    """A YAML file that holds a mapping; anything else -> ConfigError that names it."""
+    """Read a YAML file that holds a mapping; anything else -> ConfigError that names it."""
     try:
-        tree = yaml_text.load(yaml_text.read(path))
+        tree = without_gone(yaml_text.load(yaml_text.read(path)))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {printable(error)}") from error
     if not isinstance(tree, dict):
@@ -262,12 +265,12 @@ def read_yaml(path: Path) -> Tree:
 
 
 def read_file(path: Path) -> File:
-    """An experiment or a user's file: what it states, and which options it chooses."""
+    """Read an experiment or a user's file: what it states, and which options it chooses."""
     return file_of(read_yaml(path), path)
 
 
 def file_of(tree: Tree, where: Path | str) -> File:
-    """A tree as a layer. where: what an error names."""
+    """Make a layer of a tree. where: what an error names."""
     for group in LAYERS:
         check_section(where, group, tree.get(group))
     listed = [entry for entry in listed_defaults(where, tree) if entry != SELF]
@@ -279,7 +282,7 @@ def file_of(tree: Tree, where: Path | str) -> File:
 
 
 def check_section(where: Path | str, group: str, section: Any) -> None:
-    """ConfigError for `model: sd1.5`, which is how the command line chooses."""
+    """Raise ConfigError for `model: sd1.5`, which is how the command line chooses."""
     if not isinstance(section, dict | None):
         advice = f'write "defaults: [{{override /{group}: {section}}}]"'
         hint = f"; to choose a file of configs/{group}, {advice}" * isinstance(section, str)
@@ -289,7 +292,7 @@ def check_section(where: Path | str, group: str, section: Any) -> None:
 
 
 def listed_defaults(where: Path | str, tree: Tree) -> list[Any]:
-    """The list `defaults` of a file, taken out of its tree."""
+    """Take the list `defaults` out of the tree of a file."""
     listed = tree.pop("defaults", [])
     if not isinstance(listed, list):
         raise ConfigError(f"{where}: defaults must be a list")
@@ -297,7 +300,8 @@ def listed_defaults(where: Path | str, tree: Tree) -> list[Any]:
 
 
 def option_of(where: Path | str, entry: Any) -> tuple[str, str | None]:
-    """An entry of a file's defaults: {"override /algorithm": "nft"} -> ("algorithm", "nft")."""
+    """Read an entry of a file's defaults: {"override /algorithm": "nft"} -> ("algorithm",
+    "nft")."""
     word, option = next(iter(entry.items())) if isinstance(entry, dict) else (entry, None)
     group = str(word).removeprefix("override /")
     if group not in GROUPS or group == word:
@@ -317,7 +321,8 @@ def read_experiment(chosen: Options) -> File:
 
 
 def option_layer(group: str, name: str) -> Tree:
-    """A file of configs/GROUP as a tree of all sections, on top of those that its defaults name.
+    """Read a file of configs/GROUP as a tree of all sections, on top of those that its defaults
+    name.
 
     A file states the keys of its own section, or, below "# @package _global_", those of all.
     """
@@ -330,8 +335,8 @@ def option_layer(group: str, name: str) -> Tree:
 
 
 def without_overruled(file: File, line: CommandLine) -> Tree:
-    """A file's tree without the sections for which the command line made its own choice, or
-    another mapping did."""
+    """Return a file's tree without the sections for which the command line, or another mapping,
+    made its own choice."""
 
     def overruled(key: str) -> bool:
         return key in LAYERS and key not in file.chosen and line.overrules(key)
@@ -340,7 +345,7 @@ def without_overruled(file: File, line: CommandLine) -> Tree:
 
 
 def in_full(tree: Tree) -> Tree:
-    """A layer with every reward's weight, and the mode of data.sampler, under its key."""
+    """Write every reward's weight, and the mode of data.sampler, under its key."""
     out = tree | {"reward": one_form(tree.get("reward") or {})}
     if isinstance(data := tree.get("data"), dict) and isinstance(data.get("sampler"), str):
         out["data"] = data | {"sampler": {"mode": data["sampler"]}}
@@ -348,7 +353,7 @@ def in_full(tree: Tree) -> Tree:
 
 
 def one_form(rewards: Tree) -> Tree:
-    """A reward section with every weight under its key: {"jpeg": 0.5} -> {"jpeg": {"weight": 0.5}}.
+    """Write every weight of a section under its key: {"jpeg": 0.5} -> {"jpeg": {"weight": 0.5}}.
 
     >>> one_form({"jpeg": 0.5, "shapes": {"reading": "strict"}})
     {'jpeg': {'weight': 0.5}, 'shapes': {'reading': 'strict'}}

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 from flowrl.runtime import registry
@@ -27,17 +26,20 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
 
 def usual_device() -> str:
     """The kind of device that a run will be on: that of accelerate's launcher."""
+    import torch  # here: words alone need none
+
     on_cpu = is_on(os.environ, "ACCELERATE_USE_CPU")
     return "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
 
 
-def on_device(source: str | None, device: str) -> dict[str, Any]:
-    """The defaults that a model of a hub or a folder has on a kind of device, above the schema's
+def on_this_device(source: str | None) -> dict[str, Any]:
+    """The defaults that a model of a hub or a folder has where this run will be, above the schema's
     and below all that is stated; {} of named models, and of those that code makes."""
-    if source is None or device != "cuda" or registry.is_place(source) or registry.is_live(source):
+    if source is None or registry.is_place(source) or registry.is_live(source):
         return {}
     placed = "/" in source or Path(source).is_dir()
-    return ON_A_GPU if placed and not source.startswith("package:") else {}
+    own = placed and not source.startswith("package:") and usual_device() == "cuda"
+    return ON_A_GPU if own else {}
 
 
 def say(source: str | None, defaults: Mapping[str, Any], merged: Any) -> None:

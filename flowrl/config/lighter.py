@@ -11,10 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.config.build import climbs
-from flowrl.config.combine import Settings, combines, value_of
+from flowrl.config.build import make_algorithm
+from flowrl.config.compose import ConfigError
+from flowrl.config.facts import of_config
 from flowrl.config.schema import Config
 from flowrl.rewards.core.reward_set import sizes
+from flowrl.runtime.registry import is_live
+from flowrl.runtime.rule import as_word
+
+Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
 
 START, BETWEEN = "start-up", "between phases"  # where a run is, outside of its phases
 NETWORK = frozenset({"rollout", "evaluation", "reference", "update"})
@@ -25,30 +30,27 @@ WHOLE_BATCH = 16  # samples from which on decoding more at once is hardly faster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """Where memory is short. phase: of a run or of a budget; held: what stays is too much, whatever
-    the phase has on top; gpus: processes; state: network rows of one state, the least that a
-    forward has; cuda: it is the memory of a GPU, and not the host's; moments: a checkpoint has
-    AdamW's moments in 32 bits, with which the optimizer of 8 bits cannot go on."""
+    """Where memory is short."""
 
-    phase: str
-    held: bool = False
-    gpus: int = 1
-    state: int = 1
-    cuda: bool = True
+    phase: str  # of a run or of a budget, as "update"
+    held: bool = False  # what stays in memory is too much, whatever the phase has on top
+    gpus: int = 1  # processes of the run
+    state: int = 1  # network rows of one state: a forward cannot have fewer
+    cuda: bool = True  # it is the memory of a GPU, and not the host's
+    # a checkpoint has AdamW's moments in 32 bits, with which the 8-bit optimizer cannot go on
     moments: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A way to save memory in some phases. settings: None where it has nothing left; stays: whether
-    what stays is less; hosts: whether it moves something to host memory; modelled: whether a
-    Planner knows what it saves."""
+    """A way to save memory."""
 
-    phases: frozenset[str]
+    phases: frozenset[str]  # where it saves some
+    # the settings to have in place of the config's; None where it has nothing left to give
     settings: Callable[[Config, Shortage], Settings | None]
-    stays: bool = False
-    hosts: bool = False
-    modelled: bool = True
+    stays: bool = False  # whether less stays in memory from phase to phase
+    hosts: bool = False  # whether it moves something to host memory
+    modelled: bool = True  # whether a Planner knows what it saves
 
 
 def away(cfg: Config) -> frozenset[str]:
@@ -64,21 +66,51 @@ def next_change(cfg: Config, short: Shortage, *, modelled: bool = False) -> Sett
         if (change.hosts and not short.cuda) or (modelled and not change.modelled):
             continue
         settings = change.settings(cfg, short)
-        if settings is not None and combines(cfg, settings):
+        if settings is not None and starts(changed(cfg, settings)):
             return settings
     return None
 
 
+def starts(cfg: Config) -> bool:
+    """Whether no rule over its words and its algorithm refuses a config."""
+    live = is_live(cfg.algorithm["name"])
+    try:
+        of_config(cfg, **({} if live else {"method": make_algorithm(cfg)}))
+    except ConfigError:
+        return False
+    return True
+
+
+def changed(cfg: Config, settings: Settings) -> Config:
+    """The config with other values of settings of its sections."""
+    for name, value in settings.items():
+        section, key = name.split(".")
+        own = getattr(cfg, section).model_copy(update={key: value})
+        cfg = cfg.model_copy(update={section: own})
+    return cfg
+
+
+def value_of(cfg: Config, name: str) -> Any:
+    """The value of a setting of a section."""
+    section, key = name.split(".")
+    return getattr(getattr(cfg, section), key)
+
+
+def as_words(settings: Settings) -> str:
+    """Settings as a command line takes them."""
+    return " ".join(as_word(name, value) for name, value in settings.items())
+
+
 def _decode(cfg: Config, short: Shortage) -> Settings | None:
-    """Half of batch.decode, or of the samples of a process where those are fewer."""
+    """Halve batch.decode, or the samples of a process where those are fewer."""
     b = cfg.batch
     now = min(b.decode, WHOLE_BATCH, b.prompts // short.gpus * b.group)
     return {"batch.decode": now // 2} if now > 1 else None
 
 
 def _micro(cfg: Config, short: Shortage) -> Settings | None:
-    """Half of batch.micro, or of the rows of a rollout where those are fewer. Below the rows of one
-    state it would change nothing."""
+    """Halve batch.micro, or the rows of a rollout where those are fewer. Below those of one state
+    it would change nothing."""
     b = cfg.batch
     rows = b.prompts // short.gpus * b.group * short.state
     now = min(b.micro, rows) if short.phase == "rollout" else b.micro
@@ -86,7 +118,7 @@ def _micro(cfg: Config, short: Shortage) -> Settings | None:
 
 
 def _switch(name: str, value: Any) -> Callable[[Config, Shortage], Settings | None]:
-    """A setting at a value, once."""
+    """Give a setting this value, if it has another."""
 
     def settings(cfg: Config, short: Shortage) -> Settings | None:
         return None if value_of(cfg, name) == value else {name: value}
@@ -95,7 +127,7 @@ def _switch(name: str, value: Any) -> Callable[[Config, Shortage], Settings | No
 
 
 def _denoiser(cfg: Config, short: Shortage) -> Settings | None:
-    """It makes room for text encoders only where these leave in turn."""
+    """Move the denoiser out; it makes room for text encoders only where these leave in turn."""
     wanted = {"model.offload": "denoiser"} if cfg.model.offload == "none" else {}
     if short.phase == "encode" and cfg.model.encoders == "stay":
         wanted["model.encoders"] = "leave"
@@ -103,8 +135,8 @@ def _denoiser(cfg: Config, short: Shortage) -> Settings | None:
 
 
 def _rewards(cfg: Config, short: Shortage) -> Settings | None:
-    """Networks of rewards, where they are known to have any, leave with the denoiser."""
-    if cfg.model.offload == "all" or climbs(cfg):
+    """Let the networks of rewards, if they are known to have any, leave with the denoiser."""
+    if cfg.model.offload == "all":
         return None
     try:
         found = any(sizes(cfg.reward).values())
@@ -114,7 +146,7 @@ def _rewards(cfg: Config, short: Shortage) -> Settings | None:
 
 
 def _shard(cfg: Config, short: Shortage) -> Settings | None:
-    no = short.gpus == 1 or cfg.train.shard or climbs(cfg)
+    no = short.gpus == 1 or cfg.train.shard
     return None if no else {"train.shard": ["denoiser"]}
 
 
@@ -123,8 +155,8 @@ def _bf16(cfg: Config, short: Shortage) -> Settings | None:
 
 
 def _quantize(kind: str) -> Callable[[Config, Shortage], Settings | None]:
-    """Weights that then stay on the device, if rewards do; nothing is gained where they were
-    away."""
+    """Quantise weights, which then stay on the device if rewards do; nothing is gained in phases
+    where they were away."""
 
     def settings(cfg: Config, short: Shortage) -> Settings | None:
         gone = cfg.model.offload != "none" and short.phase in away(cfg)
@@ -137,7 +169,7 @@ def _quantize(kind: str) -> Callable[[Config, Shortage], Settings | None]:
 
 
 def _checkpointing(cfg: Config, short: Shortage) -> Settings | None:
-    """Of every second block, then of all."""
+    """Recompute every second block, then all."""
     now = float(cfg.train.gradient_checkpointing)
     return None if now == 1 else {"train.gradient_checkpointing": 0.5 if now < 0.5 else True}
 

@@ -25,12 +25,13 @@ from flowrl.config.compose import (
     read_yaml,
 )
 from flowrl.config.schema import Config, algorithm_schema
-from flowrl.data import conditions
+from flowrl.config.schemas import kinds, settings
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
-from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at
+from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
 
 Given = str | Path | Mapping[str, Any] | None
+REWARD_TEXTS = ("name", "stratify", "mode")  # keys that are texts, whatever the reward
 LONGEST_VALUE = 120  # characters of a wrong value in a sentence
 # how pydantic names the part of a union in an error's place
 UNION_PARTS = ("literal[", "bool", "float", "constrained")
@@ -53,7 +54,7 @@ def load_config(name: Given = None, overrides: Sequence[str] = (), **values: Any
 def composed(
     name: Given = None, overrides: Sequence[str] = (), **values: Any
 ) -> tuple[dict[str, Any], list[str]]:
-    """The tree that `load_config` validates, and the problems found in making it."""
+    """Return the tree that `load_config` validates, and the problems found in making it."""
     problems: list[str] = []
     files = []
     if isinstance(overrides, str):
@@ -77,18 +78,19 @@ def composed(
 
 
 def _kinds_of(key: str, tree: Any) -> Kinds:
-    """What the setting of a key takes, in a tree that names its algorithm and its rewards."""
-    from flowrl.rewards.core.reward import setting_kinds
-    from flowrl.rewards.core.rules import TEXTS
-
+    """Types that the setting of a key takes, in a tree that names its algorithm and its rewards."""
     match key.split("."):
         case ["model", "pipeline", argument]:
-            return conditions.kinds_of(argument)
-        case ["reward", _, setting] if setting in TEXTS:
+            return kinds_of_argument(argument)
+        case ["reward", _, setting] if setting in REWARD_TEXTS:
             return TEXT
         case ["reward", label, setting, *path]:
-            name = OmegaConf.select(tree, f"reward.{label}.name") or label
-            return setting_kinds(str(name), [setting, *path])
+            name = str(OmegaConf.select(tree, f"reward.{label}.name") or label)
+            if (shipped := settings(f"rewards.{name}")) is not None:
+                return kinds(shipped, [setting, *path])
+            from flowrl.rewards.core.reward import setting_kinds  # of one's own, which is imported
+
+            return setting_kinds(name, [setting, *path])
         case ["algorithm", "name"]:
             return TEXT
         case path:
@@ -96,7 +98,7 @@ def _kinds_of(key: str, tree: Any) -> Kinds:
 
 
 def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values of a script: (choices as `model="sd1.5"`, the tree of all others)."""
+    """Split the values of a script: (choices as `model="sd1.5"`, the tree of all others)."""
     chosen = {k: v for k, v in values.items() if k in GROUPS and not isinstance(v, Mapping)}
     tree = OmegaConf.create({})
     try:
@@ -109,7 +111,7 @@ def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _plain(value: Any) -> Any:
-    """Mappings, tuples and paths as YAML would give them."""
+    """Turn mappings, tuples and paths into what YAML would give."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -118,20 +120,21 @@ def _plain(value: Any) -> Any:
 
 
 def read_config(path: str | Path) -> Config:
-    """The resolved config.yaml of a run, with nothing composed below it."""
+    """Read the resolved config.yaml of a run; nothing is composed below it."""
     return validated(read_yaml(Path(path)), [])
 
 
 def dump(cfg: Config, encoding: str = "utf-8") -> str:
-    """The resolved config as YAML, in the order of the schema, control characters as escapes, and
-    so what the encoding does not have; `read_config` gives an equal Config."""
+    """Write the resolved config as YAML, in the order of the schema, control characters as escapes,
+    and so what the encoding does not have; `read_config` gives an equal Config."""
     written = partial(yaml.dump, cfg.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
     text = written(allow_unicode=True)
     return text if text == visible(text, encoding) else written()
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that OmegaConf would read as numbers and YAML 1.1 would not, as 1e-4."""
+    """A dumper that quotes the texts that OmegaConf would read as numbers and YAML 1.1 would not,
+    as 1e-4."""
 
 
 _Dumper.add_implicit_resolver(
@@ -158,7 +161,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def validated(values: dict[str, Any], problems: list[str]) -> Config:
-    """The Config of a composed tree; problems found before, and all of its own, -> ConfigError."""
+    """Validate a composed tree; problems found before, and all of its own, -> one ConfigError."""
     try:
         cfg = Config.model_validate(values)
     except pydantic.ValidationError as error:
@@ -169,7 +172,7 @@ def validated(values: dict[str, Any], problems: list[str]) -> Config:
 
 
 def _sentences(error: pydantic.ValidationError, algorithm: Any) -> list[str]:
-    """One for each key; what the parts of a union ask for is joined by "or"."""
+    """Write one sentence for each key; what the parts of a union ask for is joined by "or"."""
     sentences: dict[str, str] = {}
     for e in error.errors():
         key = ".".join(part for part in map(str, e["loc"]) if not part.startswith(UNION_PARTS))
@@ -202,12 +205,12 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
 
 
 def _given(error: Any) -> str:
-    """The value as Python writes it, cut."""
+    """Write the value as Python does, cut where it is long."""
     return printable(repr(error["input"]), LONGEST_VALUE)
 
 
 def _missing(key: str, given: Any) -> str:
-    """A key, or the last values of a list, that are not there."""
+    """Say that a key, or the last values of a list, are not there."""
     whole, _, place = key.rpartition(".")
     if place.isdigit():
         return f"{whole}={given} should have {int(place) + 1} values or more"
@@ -215,7 +218,7 @@ def _missing(key: str, given: Any) -> str:
 
 
 def _nearest_value(error: Any) -> str:
-    """'; did you mean ...' of a misspelled choice."""
+    """Return '; did you mean ...' for a misspelled choice."""
     if error["type"] != "literal_error":
         return ""
     choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")

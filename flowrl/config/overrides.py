@@ -21,9 +21,9 @@ WORD = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Override:
-    text: str
+    text: str  # the whole word
     sign: str  # "", "+", "++" or "~"
-    key: str
+    key: str  # dotted, as "batch.group"
     raw: str | None  # the value as it was given; None of "~key"
 
     def value(self, kinds: Kinds = TEXT) -> Any:

@@ -10,8 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from flowrl.config.section import Guidance, Place, Section, Seed
 from flowrl.runtime import registry
-from flowrl.runtime.read_when import read_above, read_when, read_with
-from flowrl.types import Solver
+from flowrl.runtime.rule import read_above, read_when, read_with
 
 
 class ModelConfig(Section):
@@ -283,7 +282,9 @@ class EvalConfig(Section):
         ),
     )
     steps: PositiveInt = Field(40, description="ODE steps of an evaluation sample.")
-    solver: Solver = Field("euler", description="ODE solver of an evaluation sample.")
+    solver: Literal["euler", "dpm2"] = Field(
+        "euler", description="ODE solver of an evaluation sample."
+    )
     guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
     rlg: NonNegativeFloat = Field(
         1.0,

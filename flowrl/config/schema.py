@@ -14,7 +14,6 @@ from typing import Any
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from flowrl.algorithms.common.find import algorithm_class
 from flowrl.config.compose import one_form, options
 from flowrl.config.sampling import (
     BatchConfig,
@@ -41,7 +40,7 @@ from flowrl.runtime import registry
 
 
 class LiveOptions(BaseModel):
-    """Options of an algorithm that a script handed over, as they were."""
+    """Options of an algorithm that a script handed over, kept as they were."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -150,5 +149,8 @@ def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
 
 
 def algorithm_schema(name: str) -> type[BaseModel]:
-    """The pydantic schema of an algorithm's options; of a live one, which is not at hand, any."""
+    """Return the schema of an algorithm's options; one that takes any for a live algorithm, which
+    is not at hand."""
+    from flowrl.algorithms.common.find import algorithm_class  # which imports torch
+
     return LiveOptions if registry.is_live(name) else algorithm_class(name).Config

@@ -18,7 +18,7 @@ from pydantic import (
 
 from flowrl.config.section import Place, Section
 from flowrl.runtime import registry
-from flowrl.runtime.read_when import read_above, read_when, read_with
+from flowrl.runtime.rule import read_above, read_when, read_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sigma = Annotated[float, Field(gt=0, le=1)]

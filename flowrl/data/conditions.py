@@ -25,32 +25,16 @@ from flowrl.data.stored import PictureCell
 from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import printable
-from flowrl.runtime.typed_text import TEXT, Kinds, takes_text
+from flowrl.runtime.typed_text import is_picture
 from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
-# the last word in the name of an argument that takes pictures, apart from a number
-PICTURES = ("image", "images", "mask", "masks", "video", "videos")
 VIDEOS = (*pictures.PYAV_SUFFIXES, ".gif")
-NOT = {"num", "attention"}  # before the last word: num_images, attention_mask
 KEPT = 256  # pictures that stay loaded
-
-
-def is_picture(name: str) -> bool:
-    """Whether an argument of this name takes pictures, from paths in a file."""
-    *before, last = name.rstrip("_0123456789").split("_")
-    return last in PICTURES and NOT.isdisjoint(before)
 
 
 def is_mask(name: str) -> bool:
     return not {"mask", "masks"}.isdisjoint(name.split("_"))
-
-
-def kinds_of(name: str) -> Kinds:
-    """What an argument of the call takes, by its name: a text, paths of pictures, or anything."""
-    if takes_text(name):
-        return TEXT
-    return frozenset({str, list}) if is_picture(name) else frozenset()
 
 
 def check_entry(entry: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:

@@ -30,7 +30,9 @@ LIVE = "live:"  # what a config says of an object that a script handed over
 
 def shipped(package: str) -> list[str]:
     """Names of a package's own plugins, sorted."""
-    path = importlib.import_module(package).__path__
+    known = sys.modules.get(package)  # else its parent is imported, and not the package itself
+    spec = importlib.util.find_spec(package) if known is None else None
+    path = spec.submodule_search_locations if spec else known.__path__
     return sorted(m.name for m in pkgutil.iter_modules(path) if not m.ispkg)
 
 
@@ -48,7 +50,8 @@ def choices(package: str) -> list[str]:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """'; did you mean "a" or "b"?' or, with nothing near, '; choose from ...' among at most 60."""
+    """Return '; did you mean "a" or "b"?' or, with nothing near, '; choose from ...' of at most
+    60."""
     valid = sorted(valid)
     near = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
     if near:
@@ -74,8 +77,8 @@ def find(package: str, name: str, *, what: str) -> ModuleType:
 def plugin(
     package: str, name: str, attribute: str, *, what: str, suits: Callable[[Any], bool] = callable
 ) -> Any:
-    """What a name stands for: `attribute` of a module (None where it has none), or what an entry
-    point or a file of the user's gives. Ours come first. ValueError: see `find`, `entry`,
+    """Load what a name stands for: `attribute` of a module (None where it has none), or what an
+    entry point or a file of the user's gives. Ours come first. ValueError: see `find`, `entry`,
     `member`."""
     if is_outside(package, name) and name not in shipped(package):
         found = outside(package, name, what=what, suits=suits)
@@ -91,14 +94,14 @@ def is_outside(group: str, name: str) -> bool:
 
 
 def outside(group: str, name: str, *, what: str, suits: Callable[[Any], bool] = callable) -> Any:
-    """What that file or package gives. ValueError: see `entry`, `member`."""
+    """Return what that file or package gives. ValueError: see `entry`, `member`."""
     if is_place(name):
         return member(name, what=f'{what} "{name}"', suits=suits)
     return entry(group, name, what=what)
 
 
 def entry(group: str, name: str, *, what: str) -> Any:
-    """The object of an entry point. What cannot be imported -> ValueError with the reason."""
+    """Load the object of an entry point. What cannot be imported -> ValueError with the reason."""
     point = installed(group)[name]
     try:
         return point.load()
@@ -119,8 +122,8 @@ def is_place(name: object) -> bool:
 
 
 def absolute(name: Any) -> Any:
-    """A place with its whole path, so that a run resumes from any folder; other values as they
-    are."""
+    """Write a place with its whole path, so that a run resumes from any folder; other values as
+    they are."""
     if not is_place(name):
         return name
     file, _, last = name.rpartition(":")
@@ -133,7 +136,7 @@ def label_of(name: str) -> str:
 
 
 def member(place: str, *, what: str, suits: Callable[[Any], bool] = callable) -> Any:
-    """The object that "path/to/file.py:NAME" names.
+    """Load the object that "path/to/file.py:NAME" names.
 
     what: how an error begins. suits: which of the file's own objects to propose in place of a name
     that is not there -> ValueError; also for a file that is missing or cannot be imported.
@@ -152,7 +155,7 @@ def _is_own(value: Any, found: dict[str, Any]) -> bool:
 
 
 def user_file(path: Path, *, what: str) -> dict[str, Any]:
-    """What a Python file of the user's defines, by name; it runs once in a process.
+    """Return what a Python file of the user's defines, by name; it runs once in a process.
 
     Missing or broken -> ValueError.
     """
@@ -174,7 +177,7 @@ def user_file(path: Path, *, what: str) -> dict[str, Any]:
 
 
 def called(function: Callable[[], Any], *, what: str) -> Any:
-    """What a user's function without arguments returns. Whatever it raises -> ValueError."""
+    """Call a user's function, which takes no arguments. Whatever it raises -> ValueError."""
     try:
         inspect.signature(function).bind()
     except TypeError as error:

@@ -26,10 +26,27 @@ TEXT_NAMES = re.compile(
     r"(?!(num|use|add|enable)_)(\w+_)?(prompt|text|caption|instruction|lyrics|transcription)(_\d)?"
 )
 
+# the last word in the name of an argument that takes pictures, apart from a number
+PICTURES = ("image", "images", "mask", "masks", "video", "videos")
+NOT = {"num", "attention"}  # before the last word: num_images, attention_mask
+
 
 def takes_text(name: str) -> bool:
     """Whether an argument of the call is a text, by its name."""
     return TEXT_NAMES.fullmatch(name) is not None
+
+
+def is_picture(name: str) -> bool:
+    """Whether an argument of this name takes pictures, from paths in a file."""
+    *before, last = name.rstrip("_0123456789").split("_")
+    return last in PICTURES and NOT.isdisjoint(before)
+
+
+def kinds_of_argument(name: str) -> Kinds:
+    """What an argument of the call takes, by its name: a text, paths of pictures, or anything."""
+    if takes_text(name):
+        return TEXT
+    return frozenset({str, list}) if is_picture(name) else frozenset()
 
 
 def value_of(raw: str, kinds: Kinds) -> Any:

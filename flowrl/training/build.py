@@ -9,6 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
+from flowrl.config.facts import Facts, of_config
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -20,6 +21,7 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.features import load_features
 from flowrl.rewards.core.score import check_meta
+from flowrl.rollouts import from_files
 from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.detectors import Detectors
 from flowrl.rollouts.records import Source
@@ -29,26 +31,14 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.processes.world import World, place, start
 from flowrl.runtime.store.lock import Lock
 from flowrl.training import identity, optimizer
-from flowrl.training.checks import (
-    check_batch,
-    check_conditions,
-    check_files,
-    check_method,
-    check_signal,
-    check_watch,
-    columns_read,
-    warn_distilled,
-    warn_large,
-)
+from flowrl.training.checks import check_conditions, check_media, columns_read
 from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
-from flowrl.training.media_checks import check_media
 from flowrl.training.out_of_memory import explained_start
 from flowrl.training.records import RunParts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.setup import Setup, set_up
 from flowrl.training.split.shard import shard
-from flowrl.training.unused_options import unused_options
 from flowrl.training.watch.guards import Guards
 from flowrl.training.watch.watch import Watch
 from flowrl.types import Plan
@@ -88,20 +78,19 @@ def build(
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
     """Load, check and connect all parts of a run whose folder is locked."""
-    # What does not need the model is checked before it loads, which may take minutes.
+    # What does not need the model is checked before it loads, which may take minutes; words first.
+    algorithm = live.algorithm or make_algorithm(cfg)
+    facts = of_config(cfg, method=algorithm, processes=world.size)
     rewards = load_rewards(cfg, path, live)
-    dataset, prompts, held_out = load_data(cfg, rewards, live)
+    dataset, prompts, held_out = load_data(cfg, rewards, live, facts)
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
     check_alike([*prompts, *held_out])
-    algorithm = live.algorithm or make_algorithm(cfg)
-    check_method(cfg, algorithm, prompts, rewards)
-    split = bool(cfg.train.shard) and world.size > 1
     policy = make_policy(
         cfg,
         algorithm=algorithm,
         device=world.accelerator.device,
         live=live,
-        split=split,
+        split=bool(cfg.train.shard) and world.size > 1,
         main=world.main,
     )
     check_media(rewards, algorithm, policy)
@@ -109,14 +98,15 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
 
     # Does the method fit its plan, its guidance, its rewards and its media?
     setup = set_up(cfg, algorithm, policy)
-    check_batch(cfg, processes=world.size, leaves=setup.plan.leaves)
-    check_signal(cfg, algorithm, setup.plan, rewards.needs)
-    check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
-    warn(setup, policy, (prompts, held_out), processes=world.size)
+    facts.learn(plan=setup.plan, policy=policy)
+    if facts["files"]:
+        from_files.check(policy, facts["files"])
+    warn(cfg, policy, facts.warnings(), (prompts, held_out))
+
     # in full mode weights are fp32 from here on; to keep them here would keep split ones whole
     policy.trainable.named()
     data = {"prompts": prompts, "held-out prompts": held_out}
-    media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
+    media = [*facts["files"], *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, data, media, live)
     share_networks(cfg, world, policy, prompts, setup.guidance)
     source = Source(
@@ -163,17 +153,14 @@ def share_networks(
         share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
 
 
-def warn(setup: Setup, policy: Policy, prompts: tuple[Prompts, Prompts], *, processes: int) -> None:
+def warn(
+    cfg: Config, policy: Policy, sentences: list[str], prompts: tuple[Prompts, Prompts]
+) -> None:
     """Warn of what a run can do but its user hardly means. prompts: to train on, and held-out."""
-    cfg, algorithm = setup.cfg, setup.algorithm
     policy.say_cut(row["prompt"] for rows in prompts for row in rows)
-    spare = (len(prompts[0]) - cfg.batch.prompts) // processes  # prompts that refill could draw
-    warn_distilled(algorithm, policy, cfg.model.source)
-    warn_large(cfg, policy)
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
-    unread = policy.unread(guidances, prompts[0][0])
-    for sentence in (*unread, *unused_options(cfg, algorithm, setup.plan, spare=spare)):
+    for sentence in (*policy.unread(guidances, prompts[0][0]), *sentences):
         logger.warning(sentence)
 
 
@@ -201,13 +188,19 @@ def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
 
 
 def load_data(
-    cfg: Config, rewards: RewardSet, live: Live
+    cfg: Config, rewards: RewardSet, live: Live, facts: Facts
 ) -> tuple[Dataset | None, Prompts, Prompts]:
     """Load (the dataset in place of samples or None, prompts to train on, held-out prompts)."""
     dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
     data = cfg.data
     prompts = dataset.prompts if dataset else live.prompts or load_prompts(data.train, data.columns)
-    check_watch(cfg, rewards, files=bool(dataset or references(prompts)))
+    facts.learn(
+        rewards=rewards,
+        prompts=prompts,
+        dataset=dataset,
+        files=dataset.paths if dataset else references(prompts),
+        spare=(len(prompts) - cfg.batch.prompts) // facts["processes"],  # beside an iteration's
+    )
     held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.config.gone import GONE
 from flowrl.config.live import Live
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -147,7 +148,7 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
     old = {"reader": {}, **old}  # versions before kept none
     for section in (old.keys() & new.keys()) - {"sources"}:
         before, now = flatten(old[section]), flatten(new[section])
-        for key in sorted(before.keys() | now.keys()):
+        for key in sorted((before.keys() | now.keys()) - GONE.keys()):
             a, b = before.get(key), now.get(key)
             if a == b and (key in before) == (key in now):
                 continue

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowrl.config.combine import words
 from flowrl.config.device import usual_device
-from flowrl.config.lighter import BETWEEN, START, Shortage, next_change
+from flowrl.config.lighter import BETWEEN, START, Shortage, as_words, next_change
 from flowrl.config.schema import Config
 from flowrl.policy.weights.waiting import tensors_of
 from flowrl.rewards.core.reward import networks
@@ -154,7 +153,7 @@ def used(known: Iterable[tuple[str, int]]) -> str:
 def advised(cfg: Config, short: Shortage) -> str:
     """The next lighter setting, of those that go with the config's others."""
     if settings := next_change(cfg, short):
-        return f"set {words(settings)}"
+        return f"set {as_words(settings)}"
     if short.phase == "reward":
         return "serve the reward on another device (flowrl serve, reward=remote)"
     if short.phase != "decode" and cfg.train.mode == "full":

@@ -8,6 +8,7 @@ from typing import Any
 
 from flowrl.config import load as config
 from flowrl.config.compose import ConfigError
+from flowrl.config.gone import without_gone
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.store import checkpoint, files, history
@@ -24,7 +25,7 @@ def config_of(run: Path, overrides: list[str] | None = None) -> Config:
     path = run / "config.yaml"
     kept = None if path.is_file() else (_peek(run).get("identity") or {}).get("config")
     if kept:
-        files.write(path, config.dump(Config.model_validate(kept)))
+        files.write(path, config.dump(Config.model_validate(without_gone(kept))))
         logger.warning(f"{path} was missing; it was written again from the newest checkpoint")
     return config.load_config(config_file(run), overrides or [])
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import climbs, schedule
+from flowrl.config.build import schedule
+from flowrl.config.rules import climbs
 from flowrl.config.schema import Config
 from flowrl.policy import Policy
 from flowrl.types import Plan
@@ -40,7 +41,7 @@ def set_up(cfg: Config, algorithm: Algorithm, policy: Policy) -> Setup:
         sigmas=sigmas,
         plan=plan,
         guidance=guidance,
-        needs=algorithm.needs | ({"reward"} if climbs(cfg, algorithm) else set()),
+        needs=algorithm.needs | ({"reward"} if climbs(cfg.reward, algorithm.needs) else set()),
         state_rows=state_rows,
         states=max(1, cfg.batch.micro // state_rows),
     )

@@ -14,10 +14,11 @@ from flowrl.runtime.copies import own
 from flowrl.types import MediaContext
 
 
-def check_climbable(rewards: RewardSet) -> None:
-    """ValueError that names the weighted rewards which give no gradient, as they are loaded."""
+def without_gradient(rewards: RewardSet) -> str:
+    """Why rewards cannot be climbed as they are loaded, naming those that give no gradient; ""
+    where all weighted ones give one."""
     for label, primary in rewards.strata.items():
-        raise ValueError(
+        return (
             f"the method climbs the gradient of rewards, and reward.{label}.stratify={primary} has"
             f" none; write reward.{label}.gate.{primary}=0.5 in its place"
         )
@@ -26,11 +27,12 @@ def check_climbable(rewards: RewardSet) -> None:
         for label, reward in rewards.rewards.items()
         if label in rewards.weighted and not reward.differentiable
     ]
-    if flat:
-        raise ValueError(
-            f"the method climbs the gradient of rewards, and {', '.join(flat)} as loaded gives"
-            " none: leave it out, give it weight 0, or load a model-based one with rounding=false"
-        )
+    if not flat:
+        return ""
+    return (
+        f"the method climbs the gradient of rewards, and {', '.join(flat)} as loaded gives none:"
+        " leave it out, give it weight 0, or load a model-based one with rounding=false"
+    )
 
 
 def climb(media: Tensor, prompts: list[str], rewards: RewardSet, context: MediaContext) -> Tensor:

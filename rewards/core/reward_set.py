@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import FunctionReward, Reward, load, network_bytes, networks
-from flowrl.rewards.core.rules import Rule, parse_rules, settings_of
+from flowrl.rewards.core.rules import RewardRule, parse_rules, settings_of
 from flowrl.runtime.registry import is_live, label_of, live_name
 
 
@@ -40,7 +40,7 @@ class RewardSet:
     weights: dict[str, float]  # by label, of the sum
     seconds: float | None = None  # most that one call of a reward may take; None: any time
     # by label, of rewards that depend on others, or whose weight changes
-    rules: dict[str, Rule] = field(default_factory=dict)
+    rules: dict[str, RewardRule] = field(default_factory=dict)
     # in which weights and thresholds hold; None: at the end of their schedules
     iteration: int | None = None
     # Features of core/features.py, for comparing the members of a group; None: nothing does

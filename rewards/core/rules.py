@@ -23,7 +23,7 @@ COURSE = "{0: 1, 100: 0.2}"  # of a number that changes with the iteration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class RewardRule:
     """How much a reward counts, and where."""
 
     weight: WeightSchedule  # of the sum; with stratify a share of the gap between levels
@@ -48,14 +48,14 @@ class Rule:
         return out if self.mode == "pg" else out | {"mode": self.mode}
 
 
-def parse_rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
+def parse_rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardRule]:
     """Label -> rule, of entries {weight, gate, stratify, mode, settings}; wrong -> ValueError."""
     rules = {label: parse_rule(label, entry) for label, entry in entries.items()}
     check_rules(rules)
     return rules
 
 
-def parse_rule(label: str, entry: Mapping[str, Any]) -> Rule:
+def parse_rule(label: str, entry: Mapping[str, Any]) -> RewardRule:
     """The rule of one entry, judged by itself."""
     stratify = entry.get("stratify")
     if stratify is not None and not isinstance(stratify, str):
@@ -63,9 +63,9 @@ def parse_rule(label: str, entry: Mapping[str, Any]) -> Rule:
             f'reward "{label}": stratify={stratify!r} should name a reward; write'
             f" {label}.stratify=shapes"
         )
-    mode = entry.get("mode")
+    mode = "grad" if entry.get("mode") == "grad" else "pg"
     weight, gate = _weight(label, entry.get("weight", 1.0)), _gate(label, entry.get("gate"))
-    return Rule(weight=weight, gate=gate, stratify=stratify, mode=mode if mode in MODES else "pg")
+    return RewardRule(weight=weight, gate=gate, stratify=stratify, mode=mode)
 
 
 def settings_of(entry: Mapping[str, Any], own: Container[str] = ("mode",)) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _gate(label: str, value: Any) -> dict[str, WeightSchedule]:
     return out
 
 
-def check_rules(rules: Mapping[str, Rule]) -> None:
+def check_rules(rules: Mapping[str, RewardRule]) -> None:
     """ValueError where a rule names no other reward, or levels could be reordered."""
     for label, rule in rules.items():
         for other in rule.gate:
@@ -126,7 +126,7 @@ def check_rules(rules: Mapping[str, Rule]) -> None:
         _check_shares(primary, rules)
 
 
-def _check_other(label: str, other: str, key: str, rules: Mapping[str, Rule]) -> None:
+def _check_other(label: str, other: str, key: str, rules: Mapping[str, RewardRule]) -> None:
     others = rules.keys() - {label}
     if other == label:
         raise ValueError(f'reward "{label}": {key} names {label} itself; name another reward')
@@ -135,7 +135,7 @@ def _check_other(label: str, other: str, key: str, rules: Mapping[str, Rule]) ->
         raise ValueError(f'reward "{label}": {key} names "{other}", which is not here{near}')
 
 
-def _check_stratified(label: str, rule: Rule, rules: Mapping[str, Rule]) -> None:
+def _check_stratified(label: str, rule: RewardRule, rules: Mapping[str, RewardRule]) -> None:
     """ValueError unless its weight is a share, and the other reward has levels worth something."""
     assert rule.stratify is not None
     shares, primary = rule.weight.values, rules[rule.stratify]
@@ -163,7 +163,7 @@ def _check_stratified(label: str, rule: Rule, rules: Mapping[str, Rule]) -> None
         )
 
 
-def _check_shares(primary: str, rules: Mapping[str, Rule]) -> None:
+def _check_shares(primary: str, rules: Mapping[str, RewardRule]) -> None:
     """ValueError where the rewards within the levels of one fill the gap. Sums of schedules are
     highest at a bend of one of them."""
     inside = {label: rule for label, rule in rules.items() if rule.stratify == primary}

@@ -1,11 +1,13 @@
 """Write docs/configuration.md from the schemas: every key with its default, what it accepts, its
-meaning, and under which other settings it is read.
+meaning, and under which other settings it is read; and flowrl/config/schemas.json, which says the
+same to programs that import no schema.
 
 python scripts/docs/config_reference.py    # a test checks that the page is up to date
 """
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +21,14 @@ from typing_extensions import TypeIs
 from flowrl.algorithms.common.base import Anchor, Credit
 from flowrl.algorithms.common.forward import ForwardConfig
 from flowrl.algorithms.common.transition_config import TransitionConfig
+from flowrl.config import schemas
+from flowrl.config.rules import RULES
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.rewards import reward_class
-from flowrl.runtime.read_when import as_yaml, conditions
+from flowrl.runtime import registry
 from flowrl.runtime.registry import choices
+from flowrl.runtime.rule import as_yaml, conditions
+from flowrl.runtime.typed_text import kinds_at
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -100,7 +106,7 @@ class Row:
 
 def page() -> str:
     """The whole page."""
-    return "\n".join((HEAD, *sections(), *algorithms(), *rewards()))
+    return "\n".join((HEAD, *sections(), *algorithms(), *rewards(), *refused_together()))
 
 
 def sections() -> Iterator[str]:
@@ -150,6 +156,19 @@ def rewards() -> Iterator[str]:
         reward = reward_class(name)
         table_ = table(rows(reward.Settings, f"reward.{name}."))
         yield f"### reward.{name}\n\n{reward.scale}.\n\n{table_}\n"
+
+
+def refused_together() -> Iterator[str]:
+    """The rules over words alone, as a start says them."""
+    yield (
+        "## What does not go together\n\nA start refuses these in a sentence, before a model is"
+        " loaded, and `flowrl budget` proposes none of them. A name stands for any value but the"
+        " setting's default:\n"
+    )
+    for rule in RULES:
+        if rule.kind == "refuse" and isinstance(rule.says, str):
+            yield "- " + rule.says.format(*(f"`{key}`" for key in rule.reads)) + "."
+    yield ""
 
 
 def table(shown: Iterable[Row]) -> str:
@@ -224,7 +243,45 @@ def limits(metadata: Sequence[Any]) -> Iterator[str]:
                 yield f"{sign} {getattr(m, name)}"
 
 
+def as_json() -> str:
+    """flowrl/config/schemas.json: a line for each setting."""
+    owners = {"config": Config}
+    for name in registry.shipped("flowrl.algorithms"):
+        owners[f"algorithms.{name}"] = algorithm_schema(name)
+    for name in registry.shipped("flowrl.rewards"):
+        owners[f"rewards.{name}"] = reward_class(name).Settings
+    parts = []
+    for owner, schema in owners.items():
+        lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in described(schema)]
+        parts.append(f" {json.dumps(owner)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def described(schema: type[BaseModel]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(key, what schemas.json says) of every leaf of a schema; what is inside a mapping has the key
+    of the mapping and ".*"."""
+    for key, field in fields(schema):
+        found = kinds_at(schema, key.split("."))
+        given = field.get_default(call_default_factory=True)
+        yield (
+            key,
+            {
+                "default": None if field.is_required() else given,
+                "accepts": accepts(field.annotation, field.metadata),
+                "kinds": names_of(found),
+                "says": field.description or "",
+            },
+        )
+        if dict in found:
+            yield f"{key}.*", {"kinds": names_of(kinds_at(schema, [*key.split("."), "*"]))}
+
+
+def names_of(kinds: Iterable[Any]) -> list[str]:
+    return sorted("Any" if kind is Any else kind.__name__ for kind in kinds)
+
+
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    schemas.FILE.write_text(as_json(), encoding="utf-8")
+    print(f"wrote {PAGE} and {schemas.FILE}")

@@ -20,7 +20,7 @@ import yaml
 from flowrl.algorithms.common.transition_config import TransitionConfig
 from flowrl.config.load import flatten, load_config
 from flowrl.config.schema import algorithm_schema
-from flowrl.runtime.read_when import as_yaml, conditions
+from flowrl.runtime.rule import as_yaml, conditions
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "algorithms"
 BEGIN = "<!-- settings: written by scripts/docs/departures.py from departures.yaml -->"

@@ -21,9 +21,9 @@ from toy import (
 from flowrl import advantages as credit
 from flowrl.algorithms.grpo import ALGORITHM
 from flowrl.config import build
+from flowrl.config.facts import of_config
 from flowrl.config.load import load_config
 from flowrl.samplers import plan, sigmas
-from flowrl.training.checks import check_batch
 from flowrl.types import Columns
 
 
@@ -402,7 +402,7 @@ def test_a_shipped_configuration_has_a_plan_that_its_batch_fits(name):
     planned = algorithm.plan(
         sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=0
     )
-    check_batch(cfg, processes=1, leaves=planned.leaves)
+    of_config(cfg, processes=1, plan=planned)
     assert (planned.leaves, algorithm.most_rows(planned, planned.leaves)) == SHIPPED[name][:2]
     assert plan.nfe(planned) == NFE.get(name, cfg.sampler.steps)
 

@@ -11,7 +11,6 @@ from two_d import TEXTS, cond, learn, nearness, policy, roll_out, rows_of
 
 import flowrl
 from flowrl.algorithms.dsrl import ALGORITHM
-from flowrl.config.load import ConfigError, load_config
 from flowrl.policy import GeneratorPolicy
 from flowrl.policy.weights import heads
 from flowrl.rollouts.inference.generate import generate
@@ -240,19 +239,3 @@ def test_what_makes_no_generator_is_refused():
         GeneratorPolicy(ring, (2,), embed=3)
     with pytest.raises(ValueError, match=r"embed returned \(1,\) for 2 prompts"):
         GeneratorPolicy(ring, (2,), embed=lambda texts: torch.ones(1)).encode(TEXTS)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["algorithm=dsrl", "train.parts=[denoiser]"], "trains initial_noise, which train.parts"),
-        (["algorithm=dsrl", "train.parts=[denoiser,initial_noise]"], "leaves the network as it is"),
-        (["algorithm=nft", "train.parts=[denoiser,step_noise]"], "nft does not train"),
-        (["algorithm=reinflow", "train.parts=[step_noise]"], "trains the network too"),
-        (["algorithm=dsrl", "sampler.init_noise=group"], "starts all samples of a prompt from one"),
-    ],
-)
-def test_parts_that_do_not_fit_the_method_are_refused(words, sentence, tmp_path):
-    cfg = load_config(None, [*words, "reward=jpeg", f"output={tmp_path / 'run'}"])
-    with pytest.raises((ValueError, ConfigError), match=sentence):
-        Trainer(cfg)

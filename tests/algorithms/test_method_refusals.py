@@ -1,7 +1,6 @@
 """What plan, data or policy cannot serve is refused at start-up, and nothing is written."""
 
 import json
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,9 @@ from toy import GRID, SAMPLER
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
 from flowrl.algorithms.nft import ALGORITHM as NFT
 from flowrl.config.compose import ConfigError
-from flowrl.config.load import load_config
+from flowrl.config.facts import Facts
 from flowrl.data import media
 from flowrl.rollouts import draw
-from flowrl.runtime.log import logger
-from flowrl.training import checks
 
 PROMPTS = ("a red circle", "a blue square")
 
@@ -94,39 +91,6 @@ def test_forward_methods_train_on_a_folder_and_on_a_group_with_a_reference(tmp_p
     assert it.metrics["policy/rows"] > 0
 
 
-@pytest.mark.parametrize("init", ["group", "batch"])
-def test_methods_without_noisy_steps_refuse_one_noise_for_all_samples_of_a_prompt(tmp_path, init):
-    sentence = (
-        f"sampler.init_noise={init} starts all samples of a prompt.*use sampler.init_noise=sample"
-    )
-    refused(tmp_path, "nft", sentence, sampler__init_noise=init)
-    # samples nothing
-    small.trainer(
-        tmp_path / "offline",
-        "nft",
-        data__offline=pictures(tmp_path / "folder"),
-        sampler__init_noise=init,
-    )
-
-
-def test_raft_refuses_to_train_every_sample_whatever_its_reward(tmp_path):
-    changes = {"algorithm__steps": "2", "batch__group": "4"}
-    refused(
-        tmp_path,
-        "raft",
-        "algorithm.top=4 of batch.group=4 trains every sample",
-        algorithm__top="4",
-        **changes,
-    )
-    small.trainer(tmp_path / "best", "raft", algorithm__top="3", **changes)
-    # the folder's choice is the reward's
-    offline = {
-        "data__offline": pictures(tmp_path / "folder"),
-        "algorithm__top": "4",
-    }
-    small.trainer(tmp_path / "offline", "raft", **changes | offline)
-
-
 def test_files_that_cannot_be_trained_on_are_refused(tmp_path):
     refused(
         tmp_path,
@@ -157,102 +121,13 @@ def test_files_that_cannot_be_trained_on_are_refused(tmp_path):
     refused(tmp_path, "nft", "does not exist", data__offline=tmp_path / "nowhere")
 
 
-def test_balance_and_best_of_n_refuse_samples_that_share_steps(tmp_path):
-    small.ALGORITHMS["tree_grpo"] = {"algorithm.window.size": "1", "batch.group": "3"}
-    refused(
-        tmp_path,
-        "tree_grpo",
-        "draw.mode=balance chooses whole samples, and plan=tree forks",
-        draw__mode="balance",
-    )
-    refused(tmp_path, "tree_grpo", "algorithm.keep=2 leaves out whole samples", algorithm__keep="2")
-
-
-def test_balance_refuses_what_needs_whole_groups(tmp_path):
-    refused(
-        tmp_path,
-        "nft",
-        "draw.mode=balance and algorithm.keep=2 both choose",
-        draw__mode="balance",
-        algorithm__keep="2",
-    )
-    refused(
-        tmp_path,
-        "dgpo",
-        "dgpo needs advantages that add up to 0",
-        draw__mode="balance",
-        algorithm__steps="2",
-    )
-    refused(
-        tmp_path,
-        "dpo",
-        "dpo trains the best and the worst of each group whatever algorithm.keep=2 says",
-        algorithm__keep="2",
-    )
-
-
-@pytest.mark.parametrize("credit", ["depth", "siblings", "granular"])
-def test_balance_refuses_credit_whose_baseline_would_be_of_the_samples_kept(credit):
-    """Their statistics are those of what is trained, not of all draws, on plans that do not fork
-    too."""
-    cfg = load_config(
-        None, ["algorithm=ddpo", "reward=jpeg", "draw.mode=balance", f"algorithm.credit={credit}"]
-    )
-    with pytest.raises(
-        ValueError, match=f"draw.mode=balance has a baseline of all draws, and credit={credit}"
-    ):
-        checks.check_balance(cfg, frozenset())
-
-
-def test_dgpo_refuses_half_groups():
-    with pytest.raises(
-        ConfigError,
-        match=(
-            "dgpo needs advantages that add up to 0 over a group, of which algorithm.keep=2 trains"
-            " a part"
-        ),
-    ):
-        load_config(None, ["algorithm=dgpo", "reward=jpeg", "algorithm.keep=2"])
-
-
-def test_settings_without_effect_are_refused(tmp_path):
-    refused(
-        tmp_path,
-        "mix_grpo",
-        "algorithm.reference=ema is read only with algorithm.kl_weight",
-        algorithm__reference="ema",
-    )
-    refused(
-        tmp_path,
-        "raft",
-        "algorithm.reference=reset is read only with algorithm.kl_weight",
-        algorithm__reference="reset",
-    )
-    refused(tmp_path, "nft", "algorithm.error=eps has no effect", algorithm__error="eps")
-    refused(
-        tmp_path,
-        "raft",
-        "algorithm.first and range choose levels of the schedule",
-        algorithm__first="1",
-    )
+def test_a_guided_reference_of_a_model_without_guidance_is_refused(tmp_path):
     guided = {
         "algorithm__reference_guidance": "2",
         "algorithm__steps": "2",
         "model__pipeline__guidance_scale": "1.0",
     }
     refused(tmp_path, "dgpo", "guidance=2.0 needs an unconditional branch", **guided)
-
-
-def test_no_sde_step_and_an_only_child_are_refused(tmp_path):
-    refused(tmp_path, "flow_grpo", "GRPO needs SDE steps.*sampler.eta > 0", sampler__eta="0")
-    refused(tmp_path, "flow_grpo", "GRPO needs SDE steps.*sampler.steps >= 2", sampler__steps="1")
-    small.ALGORITHMS["tempflow_grpo"] = {"batch.group": "3"}
-    refused(
-        tmp_path,
-        "tempflow_grpo",
-        "algorithm.tree.children=1 leaves credit=siblings nothing to compare",
-        algorithm__tree__children="1",
-    )
 
 
 def test_an_adaptive_window_needs_forks_at_each_of_its_steps():
@@ -291,11 +166,8 @@ def test_a_tree_of_one_leaf_is_not_compared_with_itself(options):
         (GRPO, "stabilityai/sdxl-turbo", "EulerDiscreteScheduler", False),
     ],
 )
-def test_a_distilled_model_is_warned_of_in_forward_methods(
-    algorithm, source, scheduler, warned, caplog
-):
+def test_a_distilled_model_is_warned_of_in_forward_methods(algorithm, source, scheduler, warned):
     policy = SimpleNamespace(pipe=SimpleNamespace(scheduler=type(scheduler, (), {})()))
-    logger.propagate = True
-    with caplog.at_level(logging.WARNING):
-        checks.warn_distilled(algorithm(algorithm.Config()), policy, source)
-    assert ("few-step distilled model" in caplog.text) == warned
+    facts = Facts({"model": {"source": source}})
+    facts.learn(method=algorithm(algorithm.Config()), policy=policy)
+    assert ("few-step distilled model" in str(facts.warnings())) == warned

@@ -10,13 +10,13 @@ import torch
 
 from flowrl.config import build
 from flowrl.config.compose import ConfigError, options
+from flowrl.config.facts import of_config
 from flowrl.config.load import flatten, load_config
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.runtime.log import logger
-from flowrl.runtime.read_when import conditions
 from flowrl.runtime.registry import choices
+from flowrl.runtime.rule import conditions
 from flowrl.samplers import sigmas
-from flowrl.training.unused_options import unused_options
 
 SMALL = {  # what makes each small enough, of four steps
     "branch_grpo": {"batch.group": "4", "algorithm.tree.splits": "[0, 1]"},
@@ -76,7 +76,7 @@ def said(*words, spare=5):
     plan = algorithm.plan(
         sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=cfg.seed
     )
-    return unused_options(cfg, algorithm, plan, spare=spare)
+    return of_config(cfg, method=algorithm, plan=plan, spare=spare).warnings()
 
 
 @pytest.mark.parametrize("name", options("algorithm"))
@@ -181,6 +181,10 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     ([FORWARD, "watch.patience=3"], ["watch.patience=3"]),
     ([FORWARD, "watch.factor=0.5"], ["watch.factor=0.5"]),
     ([FORWARD, "sampler.eta=0.3"], ["sampler.eta=0.3"]),
+    (
+        [FORWARD, "diversity.features=shapes", "diversity.temperature=0.5"],
+        ["diversity.temperature=0.5"],
+    ),
 ]
 
 

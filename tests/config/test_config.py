@@ -1,8 +1,11 @@
 """Configs compose, round-trip, and answer mistakes with sentences: what is wrong, and the nearest
 right thing."""
 
+import copy
 import itertools
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -10,10 +13,11 @@ import yaml
 from flowrl.config import build, compose, load
 from flowrl.config import schema as config_schema
 from flowrl.config.compose import ConfigError, options
+from flowrl.config.facts import of_config
 from flowrl.config.load import load_config, read_config
 from flowrl.config.schema import Config
 from flowrl.samplers import sigmas
-from flowrl.training.checks import check_batch
+from flowrl.training import identity
 
 
 def problems(*overrides, name=None):
@@ -44,7 +48,7 @@ def test_every_model_goes_with_every_algorithm(model, algorithm):
         sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=0, seed=cfg.seed
     )
     made.check(plan)
-    check_batch(cfg, processes=1, leaves=plan.leaves)
+    of_config(cfg, processes=1, plan=plan)
     schema = config_schema.algorithm_schema(cfg.algorithm["name"])
     assert (
         cfg.algorithm
@@ -393,9 +397,9 @@ def test_a_missing_file_or_experiment_is_named(tmp_path):
 
 def test_a_batch_that_does_not_divide_offers_the_nearest_sizes():
     cfg = load_config(overrides=["batch.prompts=50", "batch.updates=2", "batch.group=10"])
-    check_batch(cfg, processes=1, leaves=5)
+    of_config(cfg, processes=1, plan=SimpleNamespace(leaves=5))
     with pytest.raises(ConfigError) as error:
-        check_batch(cfg, processes=8, leaves=4)
+        of_config(cfg, processes=8, plan=SimpleNamespace(leaves=4))
     assert str(error.value).splitlines() == [
         "batch.prompts=50 does not divide by 8 processes x 2 updates; try 48 or 64",
         "batch.group=10 is not a multiple of the plan's 4 leaves; try 8 or 12",
@@ -403,7 +407,7 @@ def test_a_batch_that_does_not_divide_offers_the_nearest_sizes():
     with pytest.raises(
         ConfigError, match=r"batch.prompts=50 does not divide by 64 processes x 2 updates; try 128$"
     ):
-        check_batch(cfg, processes=64, leaves=1)
+        of_config(cfg, processes=64)
 
 
 def test_a_config_cannot_be_changed_after_validation():
@@ -419,3 +423,30 @@ def test_another_method_by_its_name_starts_from_its_own_defaults():
     assert composed.algorithm["last"] == 2
     same = load_config(None, ["algorithm.name=nft"])
     assert same == load_config(None, [])
+
+
+# a run's config.yaml, as commit 9921b0d wrote it
+OLD = Path(__file__).parent / "run_of_9921b0d.yaml"
+
+
+def test_a_config_that_names_a_setting_which_is_gone_is_read(tmp_path):
+    assert "profile_memory: false" in OLD.read_text()
+    read = read_config(OLD)
+    assert read == load_config(OLD)
+    assert (read.algorithm["name"], [*read.reward], read.seed) == ("nft", ["jpeg"], 3)
+    edited = tmp_path / "config.yaml"
+    edited.write_text(OLD.read_text().replace("profile_memory: false", "profile_memory: true"))
+    for read in (read_config, load_config):
+        with pytest.raises(ConfigError) as error:
+            read(edited)
+        assert str(error.value) == (
+            f"{edited}: train.profile_memory=true is a setting that is gone since 2026-11-26; leave"
+            " it out: scripts/bench/budget.py counts what each phase allocates on a CPU"
+        )
+
+
+def test_a_run_goes_on_whose_checkpoint_names_a_setting_which_is_gone():
+    now = identity.of_config(load_config(OLD))
+    kept = copy.deepcopy(now)
+    kept["config"]["train"]["profile_memory"] = True
+    assert identity.differences(kept, now, Path("runs/old")) == []

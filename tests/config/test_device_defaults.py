@@ -1,6 +1,7 @@
 """A hub id or a folder that no file describes: on a GPU bf16 and few rows, below what is stated."""
 
 import pytest
+import torch
 
 from flowrl.config import compose, device
 from flowrl.config.load import dump, load_config, read_config
@@ -9,7 +10,7 @@ from flowrl.config.load import dump, load_config, read_config
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
-    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
 def few(cfg):

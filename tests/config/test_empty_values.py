@@ -6,9 +6,9 @@ import small
 import flowrl
 from flowrl.cli.common import named_values
 from flowrl.config.overrides import parse_override
-from flowrl.data import conditions
 from flowrl.rewards import parse_words
 from flowrl.rewards.core.reward import load
+from flowrl.runtime.typed_text import kinds_of_argument
 
 WORDS = [
     "output=",
@@ -103,7 +103,7 @@ def test_an_empty_option_or_argument_is_named(tmp_path, monkeypatch, words, name
 
 def test_an_empty_value_of_a_call_is_a_text_and_not_none():
     words = ["negative_prompt=", "height=64", "eta=null"]
-    given = named_values("--pipeline", words, "height=512", conditions.kinds_of)
+    given = named_values("--pipeline", words, "height=512", kinds_of_argument)
     assert given == {"negative_prompt": "", "height": 64, "eta": None}
 
 

@@ -8,11 +8,10 @@ import pytest
 
 from flowrl.cli.common import call_arguments
 from flowrl.config.load import dump, load_config, read_config
-from flowrl.data import conditions
 from flowrl.policy.load import call_options
 from flowrl.rewards import parse_words
 from flowrl.runtime.paths import expanded
-from flowrl.runtime.typed_text import kinds_at
+from flowrl.runtime.typed_text import kinds_at, kinds_of_argument
 
 TEXTS = ["no", "on", "off", "1980", "1e-4", "1e4", "~", "# noise", "12:30", "0x10", ".5", "1_000"]
 TEXTS += [
@@ -108,7 +107,7 @@ def test_a_number_in_the_place_of_a_text_is_refused(value):
     ],
 )
 def test_which_arguments_are_texts(name, is_text):
-    assert (conditions.kinds_of(name) == {str}) == is_text
+    assert (kinds_of_argument(name) == {str}) == is_text
 
 
 def test_types_are_found_through_unions_mappings_and_records():

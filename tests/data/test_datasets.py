@@ -14,12 +14,12 @@ from zoo import cases
 
 from flowrl.config import build
 from flowrl.config.compose import ConfigError
+from flowrl.config.facts import of_config
 from flowrl.config.load import load_config
 from flowrl.data import conditions, media, stored
 from flowrl.data.prompts import load_prompts
 from flowrl.data.stored import PictureCell
 from flowrl.training import identity
-from flowrl.training.unused_options import unused_options
 
 EDITS = {"prompt": "caption", "image": "before"}
 
@@ -108,7 +108,7 @@ def test_columns_without_a_table_are_said_to_have_no_effect(name, said):
     cfg = load_config(None, [*words, "data.columns.prompt=caption"])
     algorithm = build.make_algorithm(cfg)
     plan = algorithm.plan(torch.linspace(1, 0, 11), sampler=cfg.sampler, iteration=0, seed=0)
-    found = " ".join(unused_options(cfg, algorithm, plan, spare=1))
+    found = " ".join(of_config(cfg, method=algorithm, plan=plan, spare=1).warnings())
     assert ("data.columns.prompt=caption has no effect: neither data.train" in found) is said
 
 

@@ -7,7 +7,8 @@ import tiny
 import torch
 import zoo
 
-from flowrl.config.build import climbs, make_policy
+from flowrl.config.build import make_algorithm, make_policy
+from flowrl.config.rules import climbs
 from flowrl.policy import load_policy
 from flowrl.policy.replay.decode import TailProbe
 
@@ -27,7 +28,7 @@ def test_a_gradient_passes_where_the_method_or_a_reward_climbs(tmp_path, monkeyp
         ("draft", {}, True),
     ):
         cfg = small.config(tmp_path, algorithm, **changes)
-        assert climbs(cfg) is through
+        assert climbs(cfg.reward, make_algorithm(cfg).needs) is through
 
 
 def test_a_narrow_decoder_decodes_alike_with_half_the_bytes():

@@ -1,6 +1,7 @@
 """The commands of the documentation exist, take their options, and could start."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -8,10 +9,10 @@ from pages import OURS, ROOT, shell, started
 
 from flowrl.cli.main import app
 from flowrl.config import build, load
+from flowrl.config.facts import of_config
 from flowrl.rewards import reward_class
 from flowrl.runtime.processes.launcher import check_teams
 from flowrl.samplers import sigmas
-from flowrl.training import checks
 from flowrl.training.budget import roofline
 
 COMMANDS = [command for page, text in OURS.items() for command in shell(page, text)]
@@ -45,11 +46,11 @@ def check_start(where, cfg, processes):
     check_teams(processes, cfg.train.sequence_parallel)
     teams = processes // cfg.train.sequence_parallel
     algorithm, grid = build.make_algorithm(cfg), sigmas.linear(cfg.sampler.steps)
+    rewards = SimpleNamespace(needs=frozenset().union(*(cls.needs for cls in classes)))
     for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:
         plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=iteration, seed=cfg.seed)
         algorithm.check(plan)
-        checks.check_batch(cfg, processes=teams, leaves=plan.leaves)
-    checks.check_signal(cfg, algorithm, plan, frozenset().union(*(cls.needs for cls in classes)))
+        of_config(cfg, method=algorithm, processes=teams, plan=plan, rewards=rewards)
 
 
 @pytest.mark.parametrize(

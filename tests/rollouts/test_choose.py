@@ -142,12 +142,6 @@ def test_rewards_that_are_no_shares_need_a_threshold():
     ("words", "said"),
     [
         (["data.sampler=bandit"], 'reads the column "tag" of each prompt, and prompt "'),
-        (
-            ["data.sampler=bandit", "data.sampler.tag=task", "algorithm=draft"],
-            "this method has none; use bayes",
-        ),
-        (["data.sampler=best"], "data.sampler.mode"),
-        (["data.sampler.target=1.5", "data.sampler.mode=bayes"], "data.sampler.target"),
         (["data.sampler=bandit", "data.sampler.tag=prompt"], "have 314; it takes 2 to 64"),
     ],
 )

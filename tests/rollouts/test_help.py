@@ -9,7 +9,6 @@ import pytest
 import small
 import torch
 
-from flowrl.config.build import make_algorithm
 from flowrl.config.sampling import ChoiceConfig, HelpConfig
 from flowrl.data import prompts as data
 from flowrl.rewards import load_set
@@ -18,7 +17,6 @@ from flowrl.rollouts.choose import chooser, seen_by
 from flowrl.rollouts.help import Helper
 from flowrl.runtime.store import checkpoint
 from flowrl.training import build
-from flowrl.training.checks import check_help
 from flowrl.training.loop import Trainer
 
 EASY, HARD, HELP = "a red circle", "two blue squares", "a blue square"
@@ -187,29 +185,3 @@ def test_a_draw_in_which_all_are_helped_is_as_plain(ran):
     assert drawn.rollout.guidance == "none" and drawn.rollout.plan.edges == 2
     assert list(drawn.rollout.cond.prompts) == drawn.batch.text
     assert set(drawn.batch.text) == {EASY, HARD}
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["algorithm=flow_grpo"], "algorithm=grpo trains how a sample was made"),
-        (["algorithm=draft"], "algorithm=reward_gradient trains how a sample was made"),
-        (["data.sampler.help.guidance=null"], "says when prompts are helped, but not how"),
-        (["data.sampler.help.column=help_prompt"], "no prompt has a text in that column"),
-        (["data.sampler.help.column=prompt"], "no prompt has a text in that column"),
-        (["data.sampler.help.column=include"], "which is no text"),
-        (["data.sampler.help.decay=2"], "data.sampler.help.decay"),
-    ],
-)
-def test_what_cannot_help_is_refused_in_a_sentence(tmp_path, words, said):
-    own = small.words(tmp_path / "run", algorithm__steps=None)
-    own += ["data.sampler.help.after=2", "data.sampler.help.guidance=3"]
-    result = small.invoke("train", *own, *words)
-    assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
-    assert not (tmp_path / "run").exists()
-
-
-def test_files_are_not_helped(tmp_path):
-    cfg = small.config(tmp_path, data__offline="scored", **HELPED)
-    with pytest.raises(ValueError, match="helps new samples, and data.offline has none"):
-        check_help(cfg, make_algorithm(cfg), [])

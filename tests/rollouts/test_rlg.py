@@ -13,7 +13,6 @@ from flowrl.rollouts.generation import sample
 from flowrl.rollouts.roll_out import roll_out, velocity_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan
-from flowrl.training import build
 from flowrl.types import PromptBatch
 
 REFERENCE, TUNED = torch.tensor([0.5, -1.0]), torch.tensor([1.5, 0.0])
@@ -150,16 +149,6 @@ def test_evaluation_takes_the_same_guidance():
 def test_a_weight_that_cannot_be_used_is_refused(rlg, sentence):
     with pytest.raises(ValueError, match=sentence):
         samples(ModulePolicy(Gaussian(TUNED), (2,)), rlg)
-
-
-@pytest.mark.parametrize("algorithm", ["flow_grpo", "prdp", "draft"])
-def test_methods_on_denoising_steps_refuse_extrapolated_rollouts(tmp_path, monkeypatch, algorithm):
-    """Before a model is loaded."""
-    monkeypatch.setattr(build, "make_policy", None)
-    monkeypatch.setitem(small.ALGORITHMS, algorithm, small.ALGORITHMS.get(algorithm, {}))
-    with pytest.raises(ValueError, match=r"sampler\.rlg=2 samples from another distribution"):
-        small.trainer(tmp_path / "run", algorithm, sampler__rlg="2")
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_samples_and_evaluates_with_its_weights(tmp_path):

@@ -211,7 +211,7 @@ def test_changes_are_proposed_until_a_card_is_large_enough(planner):
     assert step.settings
     with pytest.raises(fit.DoesNotFit, match="guard.fits=false") as error:
         fit.check(found, card)
-    assert f"try {fit.words(step.settings)};" in str(error.value)
+    assert f"try {fit.as_words(step.settings)};" in str(error.value)
     fit.check(found, 1000.0)
     with pytest.raises(fit.DoesNotFit, match="no batch size is small enough"):
         fit.check(found, 0.1)

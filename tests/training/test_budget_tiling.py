@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from flowrl.config import combine
+from flowrl.config.lighter import changed
 from flowrl.config.load import load_config
 from flowrl.shapes.clip import FOLDER
 from flowrl.training.budget.meter import Meter
@@ -27,7 +27,7 @@ def planner(height, *words):
 @pytest.mark.parametrize("grad", [False, True])
 def test_tiles_change_nothing_where_a_picture_is_no_larger_than_one(grad):
     plan, call = planner(64), PolicyCall(what="decode", rows=2, grad=grad)
-    tiled = combine.changed(plan.cfg, {"model.tiling": True})
+    tiled = changed(plan.cfg, {"model.tiling": True})
     assert plan.costs.of(call, tiled) == plan.costs.of(call, plan.cfg)
 
 
@@ -35,7 +35,7 @@ def test_tiles_of_a_large_picture_take_less_memory_and_more_flops_as_the_decoder
     small = ["batch.prompts=1", "batch.group=2", "batch.updates=1", "sampler.steps=2"]
     plan = planner(128, *small)
     whole = plan.budget().phases["decode"]
-    tiled = plan.budget(combine.changed(plan.cfg, {"model.tiling": True})).phases["decode"]
+    tiled = plan.budget(changed(plan.cfg, {"model.tiling": True})).phases["decode"]
     assert tiled.gb < 0.6 * whole.gb and tiled.flops > whole.flops
     vae = AutoencoderKL.from_pretrained(FOLDER.parent / "vae").eval()
     for phase, set_tiles in ((whole, vae.disable_tiling), (tiled, vae.enable_tiling)):

@@ -3,17 +3,13 @@
 import pytest
 import small
 import torch
-from toy import GRID
 
 import flowrl
 from flowrl.advantages import diversity
-from flowrl.config.build import make_algorithm
 from flowrl.config.load import ConfigError, load_config
 from flowrl.rewards.core.features import load_features
-from flowrl.training.checks import check_diversity
+from flowrl.training.checks import check_comparable
 from flowrl.training.loop import Trainer
-from flowrl.training.media_checks import check_comparable
-from flowrl.training.unused_options import unused_options
 
 ON = {
     "diversity__features": "shapes",
@@ -92,39 +88,6 @@ def test_settings_that_cannot_be_are_refused(tmp_path, changes, message):
         load_config(None, small.words(tmp_path / "run", **(ON | changes)))
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "changes", "message"),
-    [
-        ("draft", {}, "diversity.redundancy changes what advantages .* this method climbs the rew"),
-        ("dpo", {}, "diversity.entropy=0.5 scales all .* dpo reads only the order of samples"),
-        ("raft", {}, "raft reads only the order of samples in their group; set it to 0"),
-        ("granular_grpo", {}, "and algorithm.credit=granular divides by a spread later; set it"),
-        ("nft", {"data__offline": "scored"}, "features=shapes compares new samples, and data.off"),
-    ],
-)
-def test_methods_and_files_that_would_not_be_changed_are_refused(algorithm, changes, message):
-    words = small.words("runs/none", algorithm, **(ON | changes))
-    cfg = load_config(None, words)
-    with pytest.raises(ValueError, match=message):
-        check_diversity(cfg, make_algorithm(cfg))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "uses"),
-    [("dpo", ["novelty"]), ("draft", []), ("rwr", ["entropy"]), ("nft", ["entropy", "novelty"])],
-)
-def test_what_they_do_read_is_not(algorithm, uses):
-    off = {f"diversity__{u}": "0" for u in ("redundancy", "entropy", "novelty") if u not in uses}
-    cfg = load_config(None, small.words("runs/none", algorithm, **(ON | off)))
-    check_diversity(cfg, make_algorithm(cfg))
-
-
-def test_a_refusal_comes_before_anything_is_written(tmp_path):
-    result = small.invoke("train", *small.words(tmp_path / "run", "dpo", **ON))
-    assert result.exit_code == 2 and "diversity.entropy=0.5" in result.output
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_model_of_other_media_needs_features_of_its_own():
     class Path(torch.nn.Module):
         def __init__(self):
@@ -147,14 +110,3 @@ def test_a_function_that_breaks_its_word_ends_the_run_with_a_sentence(tmp_path):
     result = small.invoke("train", *words)
     assert result.exit_code == 1 and "diversity.features=flat returned a float32" in result.output
     assert "Traceback" not in result.output
-
-
-def test_settings_of_what_is_off_are_said_to_have_no_effect(tmp_path):
-    off = {"diversity__redundancy": "0", "diversity__temperature": "0.5"}
-    cfg = load_config(None, small.words(tmp_path / "run", **(ON | off)))
-    algorithm = make_algorithm(cfg)
-    plan = algorithm.plan(GRID, sampler=cfg.sampler, iteration=0, seed=0)
-    said = unused_options(cfg, algorithm, plan, spare=9)
-    assert "diversity.temperature=0.5 has no effect: read only with diversity.redundancy" in str(
-        said
-    )

@@ -305,19 +305,6 @@ def test_all_weights_resume_bit_for_bit(tmp_path):
     assert small.same(part.path, whole.path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"batch__group": "1"}, "batch.group=1: an advantage is a reward minus its group's mean"),
-        ({"stop__kl": "0.1", "algorithm__kl_weight": "0"}, "stop.kl=0.1 needs policy/kl"),
-    ],
-)
-def test_a_setting_that_could_never_act_is_refused(tmp_path, changes, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        quiet(tmp_path, **changes)
-    assert not (tmp_path / "run").exists()
-
-
 def test_averages_that_would_never_move_are_named(tmp_path, caplog):
     quiet(tmp_path, iterations="2", ema__every="8")
     assert "ema.every=8 exceeds the run's 2 optimizer steps" in caplog.text

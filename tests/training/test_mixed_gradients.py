@@ -260,27 +260,6 @@ def test_a_weight_of_0_leaves_the_iteration_to_the_method(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "changes", "said"),
-    [
-        ("draft", {"reward.jpeg.weight": "0"}, "algorithm=reward_gradient climbs the gradient of"),
-        ("nft", {"reward.jpeg.weight": "0"}, "which leaves none to compare .*algorithm=draft"),
-        ("nft", {"reward.preference.rounding": "true"}, "preference as loaded gives none"),
-        (
-            "nft",
-            {"reward.rank.reward": "jpeg", "reward.preference.gate.rank": "0.5"},
-            "rank compares the samples of a group, and the gradient of preference",
-        ),
-    ],
-)
-def test_what_does_not_combine_is_refused(tmp_path, monkeypatch, algorithm, changes, said):
-    small.load_once(monkeypatch)
-    monkeypatch.setitem(small.ALGORITHMS, algorithm, small.ALGORITHMS.get(algorithm, {}))
-    with pytest.raises(ValueError, match=said):
-        mixed(tmp_path / "run", algorithm, **changes)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["reward.clip.mode=gradient"], "reward.clip: mode='gradient' should be pg"),

@@ -1,18 +1,12 @@
 """Runs whose weights and states leave the device, and whose prompts were encoded before, are those
 without; what cannot leave is refused."""
 
-from contextlib import nullcontext
-
 import away
 import long
-import pytest
 import small
 import torch
 
-from flowrl.config.build import climbs
-from flowrl.config.load import load_config
 from flowrl.rewards import Reward
-from flowrl.training.checks import check_apart
 from flowrl.training.loop import Trainer
 from flowrl.training.resume import check_resume
 
@@ -81,16 +75,3 @@ def test_rewards_that_leave_score_the_same_and_never_meet_the_denoiser(tmp_path,
     assert scorers.visits >= 4
     assert reward.beside and not any(reward.beside)
     assert small.same(tmp_path / "plain", tmp_path / "leaving")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["algorithm=draft"], ["algorithm=nft", "reward.preference.mode=grad"]],
-)
-def test_a_gradient_through_rewards_that_leave_is_refused(words):
-    words = ["reward=preference", "reward.preference.rounding=false", *words]
-    for offload, refused in (("denoiser", False), ("all", True)):
-        cfg = load_config(None, [*words, f"model.offload={offload}"])
-        said = pytest.raises(ValueError, match="model.offload=all: the gradient of a reward")
-        with said if refused else nullcontext():
-            check_apart(cfg, climbs(cfg))

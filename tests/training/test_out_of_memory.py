@@ -11,8 +11,7 @@ import tiny
 import torch
 
 import flowrl
-from flowrl.config import combine
-from flowrl.config.lighter import ALL, START, Shortage, next_change
+from flowrl.config.lighter import ALL, START, Shortage, as_words, changed, next_change
 from flowrl.config.load import load_config
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.runtime.memory import OutOfMemory, advice, during, ran_out
@@ -166,8 +165,8 @@ def test_a_budget_and_a_run_that_is_out_of_memory_name_the_same_settings(phase, 
     assert phase in ALL
     cfg, short = load_config(None, ["model.dtype=bf16", *words]), Shortage(phase=phase, gpus=2)
     while settings := next_change(cfg, short, modelled=True):
-        assert advised(cfg, short) == f"set {combine.words(settings)}"
-        cfg = combine.changed(cfg, settings)
+        assert advised(cfg, short) == f"set {as_words(settings)}"
+        cfg = changed(cfg, settings)
     assert not advised(cfg, short).startswith(("set model", "set batch"))
 
 

@@ -7,10 +7,10 @@ import pytest
 import small
 import torch
 
-from flowrl.config.build import make_algorithm
+from flowrl.config.facts import of_config
+from flowrl.config.load import load_config
 from flowrl.config.training import ReplayConfig
 from flowrl.rollouts.replay_buffer import ReplayBuffer
-from flowrl.training.checks import check_replay, warn_large
 from flowrl.training.loop import Trainer
 from flowrl.training.update import Term
 
@@ -135,30 +135,6 @@ def test_a_resumed_run_replays_what_it_would_have_replayed(tmp_path, long):
     }
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["algorithm=flow_grpo"], "algorithm=grpo reads the log-probs of denoising steps"),
-        (["algorithm=prdp"], "algorithm=prdp reads the log-probs of denoising steps"),
-        (["algorithm=draft"], "algorithm=reward_gradient climbs rewards of new samples"),
-        (["replay.taper=1.5"], "replay.taper"),
-        (["replay.share=0"], "replay.share"),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused_in_a_sentence(tmp_path, words, said):
-    own = small.words(tmp_path / "run", algorithm__steps=None, replay__size="2")
-    result = small.invoke("train", *own, *words)
-    assert result.exit_code == 2 and said in " ".join(result.output.split()), result.output
-    assert not (tmp_path / "run").exists()
-
-
-def test_files_are_not_replayed(tmp_path):
-    cfg = small.config(tmp_path, replay__size="2", data__offline="scored")
-    with pytest.raises(ValueError, match=r"replay.size=2 keeps new samples, and data.offline has"):
-        check_replay(cfg, make_algorithm(cfg))
-    check_replay(small.config(tmp_path, replay__size="2"), make_algorithm(cfg))
-
-
 # --- the buffer by itself
 
 PROMPTS = [{"prompt": f"p {i}"} for i in range(9)]
@@ -210,12 +186,9 @@ def test_prompts_that_have_gone_are_forgotten():
     assert set(fewer.drawn(3, 100)) == {(1, 2), (2, 1)}
 
 
-def test_a_gigabyte_is_said(caplog):
-    cfg = SimpleNamespace(
-        replay=SimpleNamespace(size=4), batch=SimpleNamespace(prompts=48, group=24)
-    )
-    warn_large(cfg, SimpleNamespace(latent_shape=(16, 64, 64)))
-    assert "replay.size=4 keeps up to 4608 samples, which are 1,208 MB" in caplog.text
-    caplog.clear()
-    warn_large(cfg, SimpleNamespace(latent_shape=(4, 64, 64)))
-    assert not caplog.text
+def test_a_gigabyte_is_said():
+    cfg = load_config(None, ["replay.size=4", "batch.prompts=48", "batch.group=24"])
+    policies = [SimpleNamespace(latent_shape=(channels, 64, 64)) for channels in (16, 4)]
+    large, small = (of_config(cfg, policy=policy) for policy in policies)
+    assert "replay.size=4 keeps up to 4608 samples, which are 1,208 MB" in str(large.warnings())
+    assert "MB" not in str(small.warnings())

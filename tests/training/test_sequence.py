@@ -3,7 +3,6 @@ sentence where a call cannot be shared."""
 
 import os
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import long
 import processes
@@ -12,11 +11,9 @@ import small
 import tiny
 import torch
 
-from flowrl.config.build import make_algorithm
 from flowrl.config.load import load_config
 from flowrl.runtime.processes import launcher
 from flowrl.runtime.processes import world as distributed
-from flowrl.training import checks
 from flowrl.training.loop import Trainer
 from flowrl.training.split import sequence
 
@@ -140,20 +137,6 @@ def test_a_network_of_a_run_before_and_another_backend_are_refused():
     processor._parallel_config = object()
     with pytest.raises(ValueError, match="was shared by a run before"):
         sequence.check_network("transformer", network, 2)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["algorithm=draft"], "the gradient of a reward passes through several calls"),
-        (["algorithm=reinflow"], "reinflow trains a head beside the network"),
-        (["algorithm=dsrl"], "dsrl trains a head beside the network"),
-    ],
-)
-def test_gradients_that_are_no_sum_over_tokens_are_refused(words, said):
-    cfg = load_config(None, ["train.sequence_parallel=2", *words])
-    with pytest.raises(ValueError, match=f"train.sequence_parallel=2: .*{said}"):
-        checks.check_sequence(cfg, make_algorithm(cfg), SimpleNamespace(climbers=[]))
 
 
 def test_processes_that_make_no_whole_teams_are_refused():

@@ -15,14 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flowrl.config.build import climbs
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.policy.weights.blocks import blocks
 from flowrl.policy.weights.recompute import recompute
 from flowrl.runtime.processes import shares
 from flowrl.runtime.processes import world as distributed
-from flowrl.training.checks import check_apart
 from flowrl.training.loop import Trainer
 from flowrl.training.split import shard
 
@@ -55,12 +53,6 @@ def test_blocks_of_a_plain_module_are_the_members_of_its_outermost_lists():
     body = nn.ModuleDict({"first": nn.Linear(2, 2), "rest": nn.ModuleList([Block(), Block()])})
     assert blocks(body) == list(body["rest"])
     assert blocks(nn.Linear(2, 2)) == []
-
-
-def test_the_gradient_of_a_reward_does_not_go_with_shard():
-    cfg = load_config(None, ["train.shard=[denoiser]", "algorithm=draft"])
-    with pytest.raises(ValueError, match=r"train.shard=\[denoiser\]: the gradient of a reward"):
-        check_apart(cfg, climbs(cfg))
 
 
 def test_a_network_without_blocks_or_of_quantised_weights_is_refused():

@@ -117,38 +117,6 @@ def test_nothing_is_watched_by_default(monkeypatch, tmp_path):
     assert made.parts.watch.spared([0, 1, 2]) == set() and made.parts.watch.state["rate"] == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"stop__watch": "stop"}, "stop.watch=stop needs a held-out reward"),
-        ({"watch__held_out": "fair"}, r"watch.held_out=fair is none of the rewards \(jpeg\)"),
-        ({"watch__held_out": "jpeg"}, "jpeg is trained on, with weight 1, so that it is not held"),
-        (
-            {
-                "reward__fair__name": "saturation",
-                "reward__fair__weight": "{0: 0, 9: 1}",
-                "watch__held_out": "fair",
-            },
-            "fair is trained on",
-        ),
-        (
-            {
-                "reward__fair__name": "saturation",
-                "reward__fair__weight": "0",
-                "reward__jpeg__gate__fair": "0.5",
-                "watch__held_out": "fair",
-            },
-            "fair decides how reward.jpeg counts",
-        ),
-    ],
-)
-def test_what_cannot_be_watched_is_refused(monkeypatch, tmp_path, changes, said):
-    small.load_once(monkeypatch)
-    with pytest.raises(ValueError, match=said):
-        small.trainer(tmp_path / "run", **changes)
-    assert not (tmp_path / "run" / "config.yaml").exists()
-
-
 def test_rare_checkpoints_and_a_factor_in_vain_are_said(monkeypatch, tmp_path, caplog):
     small.load_once(monkeypatch)
     changes = {**HELD_OUT, "checkpoint__every": "50", "watch__factor": "0.2"}

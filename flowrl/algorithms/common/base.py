@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from torch import Tensor
 
 from flowrl import advantages as credit
-from flowrl.runtime.read_when import read_when
+from flowrl.runtime.rule import Rule, read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout, Transition
 
 
@@ -34,6 +34,20 @@ class Options(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+    rules: ClassVar[tuple[Rule, ...]] = ()  # beside which other settings they are refused or unread
+
+
+def undone_levels(how: str, strata: dict[str, str]) -> str:
+    """Why z-scores of each reward by itself do not go with levels. strata: label -> whose levels
+    the reward is scaled within."""
+    if how == "rewards" or not strata:
+        return ""
+    label, primary = next(iter(strata.items()))
+    return (
+        f"algorithm.combine={how} takes z-scores of each reward by itself, which undo"
+        f" reward.{label}.stratify={primary}; use algorithm.combine=rewards, or"
+        f" reward.{label}.gate.{primary}=0.5 in place of stratify"
     )
 
 
@@ -66,6 +80,21 @@ class Credit(Options):
         None,
         ge=2,
         description="Samples of each group that are trained, the best and worst halves; none: all.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("algorithm.keep", "draw.mode"),
+            "{1} and {0} both choose what is trained; drop one of them",
+            when=lambda keep, mode: keep is not None and mode == "balance",
+        ),
+        Rule(
+            ("algorithm.keep", "batch.group"),
+            "a group has {1} samples; choose less",
+            when=lambda keep, group: (keep or 0) >= group,
+            kind="unread",
+        ),
+        Rule(("algorithm.combine", "rewards.strata"), undone_levels),
     )
 
 

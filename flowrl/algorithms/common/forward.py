@@ -25,7 +25,7 @@ from pydantic import (
 from torch import Tensor
 
 from flowrl.algorithms.common import base
-from flowrl.runtime.read_when import read_when
+from flowrl.runtime.rule import read_when
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
@@ -33,6 +33,11 @@ from flowrl.types import Advantages, Columns, Plan, Rollout, Solver, expand
 
 LOWEST = 0.01  # continuous noise levels stay above it: nearer to data, errors of v say nothing
 CONTINUOUS = ("logit_normal", "uniform")
+# what methods say of diversity.entropy that do not weigh samples by their advantages
+SCALED_ALIKE = (
+    "diversity.entropy={diversity.entropy:g} scales all advantages of a group alike, and"
+    " {algorithm.name} reads only the order of samples in their group; set it to 0"
+)
 Levels = Literal["schedule", "stratified", "logit_normal", "uniform"]
 
 

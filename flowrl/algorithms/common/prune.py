@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.common.transition_config import Prune
+from flowrl.algorithms.common.transition_config import Prune, prunable
 from flowrl.types import Advantages, Plan, Rollout
 
 
@@ -36,15 +36,10 @@ def pruned(
     return out
 
 
-def depths(plan: Plan, splits: tuple[int, ...]) -> int:
-    """How many noisy steps a branching plan has from the last split on."""
-    return int(plan.depth[plan.trained].max()) + 1 - max(splits)
-
-
 def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
     """Whether `depth` covers every noisy step of a branching plan, so that none is trained."""
     first = int(plan.depth[plan.trained].min())
-    return first >= max(splits) and prune.depth >= depths(plan, splits)
+    return first >= max(splits) and prune.depth >= prunable(plan, splits)
 
 
 def first_left_out(prune: Prune, last: int, deepest: int, iteration: int) -> int:

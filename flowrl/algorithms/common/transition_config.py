@@ -17,8 +17,9 @@ from pydantic import (
 
 from flowrl.algorithms.common import base
 from flowrl.runtime import registry
-from flowrl.runtime.read_when import read_above, read_when, read_with
+from flowrl.runtime.rule import Rule, read_above, read_when, read_with
 from flowrl.samplers import sde
+from flowrl.types import Plan
 
 FORKING = ("branch", "tree", "fan", "granular")  # plans whose samples share steps
 OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score edges, not samples
@@ -126,6 +127,78 @@ class Prune(base.Options):
         return self.width != "none" or self.depth > 0
 
 
+def prunable(plan: Plan, splits: tuple[int, ...]) -> int:
+    """Noisy steps of a branching plan from the last split on."""
+    return int(plan.depth[plan.trained].max()) + 1 - max(splits)
+
+
+PRUNED = ("algorithm.prune.depth", "plan", "algorithm.tree.splits", "algorithm.plan")
+RULES = (
+    Rule(
+        ("draw.mode", "algorithm.plan"),
+        "{0} chooses whole samples, and plan={algorithm.plan} forks; use draw.mode=refill or once",
+        when=lambda mode, plan: mode == "balance" and plan in FORKING,
+    ),
+    Rule(
+        ("draw.mode", "algorithm.credit"),
+        "{0} has a baseline of all draws, and credit={algorithm.credit} one of the samples kept;"
+        " use draw.mode=refill or once",
+        when=lambda mode, credit: mode == "balance" and credit in OWN_STATISTICS,
+    ),
+    Rule(
+        ("diversity.entropy", "algorithm.credit"),
+        "diversity.entropy={diversity.entropy:g} scales all advantages of a group alike, and {1}"
+        " divides by a spread later; set it to 0",
+        when=lambda entropy, credit: entropy and credit in OWN_STATISTICS,
+    ),
+    Rule(
+        ("sampler.eta", "plan.kind", "method.config.learns_noise"),
+        "the policy learns its noise, within algorithm.noise",
+        when=lambda _, kind, learned: learned and bool(kind.any()),
+        kind="unread",
+    ),
+    Rule(
+        ("algorithm.credit", "plan.leaves", "plan.init"),
+        "no samples share a step here, which makes it credit=leaf; set algorithm.plan=tree or"
+        " branch",
+        when=lambda credit, leaves, init: (
+            leaves == 1 and (credit == "backup" or (credit == "td" and init == "sample"))
+        ),
+        kind="unread",
+    ),
+    Rule(
+        ("algorithm.prune.width", "algorithm.prune.leaves", "batch.group"),
+        "prune.leaves={algorithm.prune.leaves} best and as many worst are all of {2}; lower"
+        " prune.leaves",
+        when=lambda width, leaves, group: width == "extremes" and 2 * leaves >= group,
+        kind="unread",
+    ),
+    *(
+        Rule(
+            (moved, *PRUNED),
+            lambda _, depth, plan, splits, __: (
+                f"algorithm.prune.depth={depth} covers all {prunable(plan, splits)} noisy steps"
+                " from the last split on, so nothing can move"
+            ),
+            when=lambda _, depth, plan, splits, name: (
+                name == "branch" and depth and depth >= prunable(plan, splits)
+            ),
+            kind="unread",
+        )
+        for moved in ("algorithm.prune.every", "algorithm.prune.slide")
+    ),
+    Rule(
+        PRUNED,
+        lambda depth, plan, splits, _: (
+            f"there are {prunable(plan, splits)} noisy steps from the last split on, and all of"
+            " them are left out, always; choose less"
+        ),
+        when=lambda depth, plan, splits, name: name == "branch" and depth > prunable(plan, splits),
+        kind="unread",
+    ),
+)
+
+
 class TransitionConfig(base.Credit, base.Anchor):
     learns_noise: ClassVar[bool] = False  # whether the policy gives a step's std
 
@@ -188,6 +261,8 @@ class TransitionConfig(base.Credit, base.Anchor):
     detach_uncond: bool = Field(
         False, description="No gradient through the unconditional branch of guidance."
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = RULES
 
     @model_validator(mode="after")
     def check_credit(self) -> TransitionConfig:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from flowrl.config.combine import Settings, changed, value_of, words
 from flowrl.config.device import usual_device
-from flowrl.config.lighter import Shortage, next_change
+from flowrl.config.lighter import Settings, Shortage, as_words, changed, next_change, value_of
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.training.budget.planner import UNKNOWN, Budget, Planner
@@ -140,7 +139,7 @@ def check(found: Fit, free: float) -> None:
     if step is not None and not step.settings:
         return
     kept = f"{b.resident:.1f} GB of it stay: weights, and what is trained"
-    fix = f"try {words(step.settings)}" if step else f"no batch size is small enough: {kept}"
+    fix = f"try {as_words(step.settings)}" if step else f"no batch size is small enough: {kept}"
     raise DoesNotFit(
         f"this run would need {b.needed:.1f} GB in the phase {b.highest} (modelled), and the device"
         f" has {free:.1f}; {fix}; guard.fits=false starts it all the same"

@@ -17,14 +17,14 @@ from functools import cached_property
 
 import torch
 
-from flowrl.config import combine
 from flowrl.config.build import (
     DTYPES,
     autocast,
-    climbs,
     make_algorithm,
 )
-from flowrl.config.lighter import SCORING, away
+from flowrl.config.facts import of_config
+from flowrl.config.lighter import SCORING, away, changed
+from flowrl.config.rules import climbs
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.load import call_options
@@ -47,7 +47,6 @@ from flowrl.training.budget.weight_costs import (
     weight_costs,
 )
 from flowrl.training.build import keeps_reference
-from flowrl.training.checks import check_apart, check_batch
 from flowrl.training.setup import Setup, set_up
 
 
@@ -120,12 +119,13 @@ class Planner:
         self.rewards = sum(size or 0.0 for size in self.scorers.values()) - self.features
         architecture = read(cfg.model.source)
         lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
+        climbed = climbs(cfg.reward, make_algorithm(cfg).needs)
         self.policy = ModelledPolicy(
             architecture,
             conditions.loaded(call_options(cfg.model.pipeline)),
             lora=lora,
             dtype=DTYPES[cfg.model.dtype],
-            decoder=torch.float32 if climbs(cfg) else DTYPES[cfg.model.dtype],
+            decoder=torch.float32 if climbed else DTYPES[cfg.model.dtype],
         )
         self.policy.trainable.named()  # in full mode its weights are fp32 from here on
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
@@ -157,7 +157,7 @@ class Planner:
         process = share(cfg, self.gpus)
         weights = weight_costs(cfg, self.policy, self.gpus)
         sizes = [
-            self._of_prompts(combine.changed(process, {"batch.prompts": few}), weights)
+            self._of_prompts(changed(process, {"batch.prompts": few}), weights)
             for few in enough(process)
         ]
         whole = sizes[0] if len(sizes) == 1 else for_all_prompts(process, *sizes)
@@ -285,8 +285,7 @@ class Planner:
 
 def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
     """Raise ValueError where a run would not start, or the budget does not know what it does."""
-    combine.check(cfg)
-    check_apart(cfg, climbs(cfg))
+    of_config(cfg, method=make_algorithm(cfg))
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} should be a whole number from 1")
     if machines < 1 or gpus % machines:
@@ -322,8 +321,8 @@ def share(cfg: Config, gpus: int) -> Config:
     """The config of one of several processes: its part of the prompts."""
     if gpus == 1:
         return cfg
-    check_batch(cfg, processes=gpus, leaves=1)
-    return combine.changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
+    of_config(cfg, processes=gpus)
+    return changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
 
 
 def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:

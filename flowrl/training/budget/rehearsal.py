@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.config.build import give_heads, make_algorithm
+from flowrl.config.facts import of_config
 from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
 from flowrl.policy import Policy
@@ -38,7 +39,6 @@ from flowrl.training.budget.call_shapes import CallShapes
 from flowrl.training.budget.meter import Meter
 from flowrl.training.budget.modelled import evenly, replay_of
 from flowrl.training.build import weights
-from flowrl.training.checks import check_batch
 from flowrl.training.loop import Trainer
 from flowrl.training.records import RunParts
 from flowrl.training.setup import set_up
@@ -270,7 +270,7 @@ class Rehearsal(Trainer):
         accelerator: Any = _alone()
         world, ledger = World(accelerator), NotedLedger(Meter())
         setup = set_up(cfg, algorithm, policy)
-        check_batch(cfg, processes=1, leaves=setup.plan.leaves)
+        of_config(cfg, processes=1, plan=setup.plan)
 
         # enough prompts that several iterations differ, with tags for samplers that balance them
         numbers = range(4 * cfg.batch.prompts)

@@ -1,0 +1,144 @@
+"""What is known of a run, and what the rules say of it.
+
+Words of the config are known first, and rules over words alone need no model and no torch. The
+algorithm ("method"), rewards, prompts, the policy and the plan follow as a run starts, and each
+rule runs as soon as all facts that it reads are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache, reduce
+from string import Formatter
+from typing import Any, cast
+
+from flowrl.config import rules, run_rules
+from flowrl.config.compose import ConfigError
+from flowrl.config.load import flatten
+from flowrl.config.schema import Config
+from flowrl.runtime.rule import Rule, as_word, conditions
+
+
+class Facts:
+    """Facts by dotted keys: words of a config, and objects that are learned. KeyError: not known.
+
+    words: the tree of a config in plain values. A fact of the tree is an entry of a mapping
+    ("algorithm.credit"), one of an object an attribute ("plan.leaves").
+    """
+
+    def __init__(self, words: Mapping[str, Any]):
+        self.known = dict(words)
+        self.waiting = [*unread(Config), *rules.RULES, *run_rules.RULES]
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return reduce(_inside, key.split("."), self.known)
+        except AttributeError:
+            raise KeyError(key) from None
+
+    def learn(self, **found: Any) -> None:
+        """Add facts by their first names; what the rules refuse now -> one ConfigError."""
+        self.known |= found
+        if method := found.get("method"):
+            options: Any = type(method.config)
+            own = unread(options, "algorithm.")
+            self.waiting = [*own, *self.waiting, *declared(options)]
+        if refused := [sentence for _, sentence in self.said("refuse")]:
+            raise ConfigError("\n".join(dict.fromkeys(refused)))
+
+    def warnings(self) -> list[str]:
+        """What the rules warn of, and which settings were set that nothing reads."""
+        unread: dict[str, list[str]] = {}  # why -> settings; one is named once
+        for rule, why in self.said("unread"):
+            seen = {setting for settings in unread.values() for setting in settings}
+            new = [setting for setting in self.set_below(rule.reads[0]) if setting not in seen]
+            unread.setdefault(why, []).extend(new)
+        return [sentence for _, sentence in self.said("warn")] + [
+            f"{', '.join(settings)} {'has' if len(settings) == 1 else 'have'} no effect: {why}"
+            for why, settings in unread.items()
+            if settings
+        ]
+
+    def said(self, kind: str) -> Iterator[tuple[Rule, str]]:
+        """Sentences of the rules of a kind whose facts are all known; each rule is asked once."""
+        waiting, self.waiting = self.waiting, []
+        for rule in waiting:
+            try:
+                values = [self[key] for key in rule.reads] if rule.kind == kind else None
+            except KeyError:
+                values = None
+            if values is None:
+                self.waiting.append(rule)
+            elif sentence := self.sentence(rule, values):
+                yield rule, sentence
+
+    def sentence(self, rule: Rule, values: list[Any]) -> str:
+        """What a rule says of these values; "": nothing."""
+        if rule.when is not None:
+            if not rule.when(*values):
+                return ""
+        elif isinstance(rule.says, str) and not all(map(self.is_set, rule.reads)):
+            return ""
+        if not isinstance(rule.says, str):
+            return rule.says(*values)
+        words = [as_word(key, value) for key, value in zip(rule.reads, values, strict=True)]
+        return _BY_KEY.vformat(rule.says, words, cast(Any, self))
+
+    def is_set(self, key: str) -> bool:
+        """Whether a setting differs from its default."""
+        return bool(self[key] != reduce(_inside, key.split("."), self.usual()))
+
+    def usual(self) -> dict[str, Any]:
+        """The tree of a config in which nothing was set."""
+        method = self.known.get("method")
+        own = plain(type(method.config).model_construct()) if method else {}
+        return _defaults() | {"algorithm": own}
+
+    def set_below(self, key: str) -> list[str]:
+        """Settings at a key, or in the section of that name, that differ from their defaults."""
+        now, before = (flatten({key: tree[key]}) for tree in (self, Facts(self.usual())))
+        return [f"{name}={value}" for name, value in now.items() if before.get(name) != value]
+
+
+class _ByKey(Formatter):
+    """Fills {batch.group} with the fact of that key."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        number = field_name.isdigit()
+        return (args[int(field_name)] if number else kwargs[field_name]), field_name
+
+
+_BY_KEY = _ByKey()
+
+
+def _inside(holder: Any, name: str) -> Any:
+    return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return plain(Config.model_construct())
+
+
+def plain(section: Any) -> dict[str, Any]:
+    """A section in plain values."""
+    return section.model_dump(mode="json")  # type: ignore[no-any-return]
+
+
+@cache
+def declared(options: Any) -> tuple[Rule, ...]:
+    """Rules of an algorithm's options, those of its bases first."""
+    return tuple(rule for cls in options.__mro__[::-1] for rule in vars(cls).get("rules", ()))
+
+
+@cache
+def unread(schema: Any, prefix: str = "") -> tuple[Rule, ...]:
+    """Rules about settings that are read only under others."""
+    return tuple(c.rule(key) for key, found in conditions(schema, prefix) for c in found)
+
+
+def of_config(cfg: Config, **found: Any) -> Facts:
+    """The facts of a config, and others; what the rules refuse of them -> ConfigError."""
+    facts = Facts(plain(cfg))
+    facts.learn(**found)
+    return facts

@@ -1,0 +1,348 @@
+"""What goes together of the words of a config and the things that they name: the algorithm,
+rewards, prompts, the policy and the plan of a run. See rules.py; each rule waits for what it reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.config.rules import HELP, climbs
+from flowrl.runtime.rule import Rule
+from flowrl.runtime.text import printable
+
+LARGE = 1000  # megabytes of kept samples that are worth a word
+DISTILLED = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd")
+HEADS = ("step_noise", "initial_noise")  # entries of train.parts beside the policy's own networks
+
+
+def _divisible(prompts: int, updates: int, members: int, processes: int) -> str:
+    unit = processes * updates
+    if not prompts % unit:
+        return ""
+    kind, many = ("process", "es") if members == 1 else ("team", "s")
+    what = f"{processes} {kind}{many * (processes > 1)} x {updates} update{'s' * (updates > 1)}"
+    return f"batch.prompts={prompts} does not divide by {what}; try {_nearest(prompts, unit)}"
+
+
+def _whole_trees(group: int, leaves: int) -> str:
+    if not group % leaves:
+        return ""
+    return (
+        f"batch.group={group} is not a multiple of the plan's {leaves} leaves; try"
+        f" {_nearest(group, leaves)}"
+    )
+
+
+def _nearest(value: int, unit: int) -> str:
+    """Multiples of unit on both sides of value."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _parts(parts: list[str], name: str, wanted: Mapping[str, Any], network: bool) -> str:
+    """wanted: heads that the method trains; network: whether it trains the network too."""
+    own = [part for part in parts if part not in HEADS]
+    full = [*(own or ["denoiser"]) * network, *wanted]
+    fix = f"use train.parts=[{', '.join(full)}]"
+    if odd := [part for part in parts if part in HEADS and part not in wanted]:
+        return f"train.parts has {odd[0]}, which algorithm={name} does not train; {fix}"
+    if missing := [head for head in wanted if head not in parts]:
+        return f"algorithm={name} trains {missing[0]}, which train.parts lacks; {fix}"
+    if network and not own:
+        return (
+            f"algorithm={name} trains the network too, as samples without noise would not change;"
+            f" {fix}"
+        )
+    if own and not network:
+        return f"algorithm={name} leaves the network as it is, and train.parts has {own[0]}; {fix}"
+    return ""
+
+
+def _help_texts(after: int, column: str | None, prompts: Sequence[Mapping[str, Any]]) -> str:
+    if not after or column is None:
+        return ""
+    texts = [row[column] for row in prompts if row.get(column) and column != "prompt"]
+    what = f"{HELP}column={column}"
+    if not texts:
+        return (
+            f"{what}: no prompt has a text in that column; write"
+            f' {{"prompt": ..., "{column}": ...}} in a .jsonl of prompts'
+        )
+    wrong = [text for text in texts if not isinstance(text, str)]
+    return f"{what} holds {printable(repr(wrong[0]), 60)}, which is no text" if wrong else ""
+
+
+def _replayed(size: int, name: str, needs: frozenset[str]) -> str:
+    if not size or "leaves" in needs:
+        return ""
+    what = "reads the log-probs of denoising steps, which are not kept"
+    if "reward" in needs:
+        what = "climbs rewards of new samples"
+    elif "start" in needs:
+        what = "trains the initial noise, which is not kept"
+    return (
+        f"replay.size={size} trains finished samples of earlier iterations, and algorithm={name}"
+        f" {what}; use a method on the forward process, as algorithm=nft or dpo, or replay.size=0"
+    )
+
+
+def _kept_samples(size: int, prompts: int, group: int, shape: Sequence[int]) -> str:
+    samples = size * prompts * group
+    megabytes = 4 * samples * math.prod(shape) / 1e6
+    if megabytes <= LARGE:
+        return ""
+    return (
+        f"replay.size={size} keeps up to {samples} samples, which are {megabytes:,.0f} MB of the"
+        " memory of each process"
+    )
+
+
+def _rewritten(redundancy: float, entropy: float, novelty: float, needs: frozenset[str]) -> str:
+    uses = {"redundancy": redundancy, "entropy": entropy, "novelty": novelty}
+    used = next((use for use, value in uses.items() if value), None)
+    if used is None or "reward" not in needs:
+        return ""
+    return (
+        f"diversity.{used} changes what advantages are made of, and this method climbs the reward"
+        " of each sample by itself; set it to 0"
+    )
+
+
+def _held_out(label: str | None, rules: Mapping[str, Any]) -> str:
+    """rules: how rewards depend on each other."""
+    deciding = [k for k, r in rules.items() if label in r.gate or label == r.stratify]
+    if label is None or not deciding:
+        return ""
+    return (
+        f"watch.held_out={label} decides how reward.{deciding[0]} counts, so that it is not held"
+        " out; name another reward of weight 0"
+    )
+
+
+def _climbed(rewards: Any, needs: frozenset[str], name: str, offline: str | None) -> str:
+    """rewards: the RewardSet. Where mode=grad leaves nothing to do, or no gradient comes back."""
+    from flowrl.rewards.core.climb import without_gradient
+
+    climbers = ", ".join(sorted(rewards.climbers))
+    if "reward" in needs:
+        if climbers:
+            return (
+                f"mode=grad of {climbers} says nothing here: algorithm={name} climbs the gradient"
+                " of every reward; leave it out"
+            )
+        return without_gradient(rewards)
+    if not climbers:
+        return ""
+    if offline:
+        return (
+            f"mode=grad of {climbers} cannot be taken out of the scores in data.offline, which are"
+            " totals; leave one of the two out"
+        )
+    if not rewards.credited().weighted:
+        return (
+            f"every reward with a weight has mode=grad ({climbers}), which leaves none to compare"
+            " samples by; use algorithm=draft without mode, or give another reward a weight"
+        )
+    # a gradient is taken of each sample by itself, so that what is climbed may read no other
+    climbed = rewards.climbed()
+    together = [k for k, r in climbed.rewards.items() if "group" in r.needs]
+    if (flat := without_gradient(climbed)) or not together:
+        return flat
+    return (
+        f"{', '.join(together)} compares the samples of a group, and the gradient of {climbers} is"
+        " taken of each by itself; leave mode=grad or that gate out"
+    )
+
+
+def _files(files: Sequence[Any], dataset: Any, needs: frozenset[str], mode: str, own: Any) -> str:
+    """Media from files serve methods that read leaves alone. own: what the rewards need."""
+    if not files:
+        return ""
+    what = (
+        "data.offline trains on media from files"
+        if dataset
+        else 'a prompt with a "reference" adds an image from a file'
+    )
+    if needs & {"log_prob", "reward", "start"}:
+        return (
+            f"{what}, which have no denoising steps to train; use a method on the forward process,"
+            " as algorithm=nft or dpo"
+        )
+    if dataset and mode != "once":
+        return (
+            f"draw.mode={mode} samples again, and data.offline samples nothing; use draw.mode=once"
+        )
+    if mode == "balance":
+        return (
+            "draw.mode=balance chooses among samples, and a reference image is none; use"
+            " draw.mode=refill or once"
+        )
+    if not dataset and "group" in own:
+        return (
+            f"{what}, which a reward that compares the members of a group cannot judge alone; drop"
+            " one of the two"
+        )
+    return ""
+
+
+def _distilled(source: str, needs: frozenset[str], policy: Any) -> str:
+    """Forward-process losses take v as that of a flow-matching model, which few-step distilled
+    models are not."""
+    scheduler = type(getattr(getattr(policy, "pipe", None), "scheduler", None)).__name__
+    named = f"{source} {scheduler}".lower()
+    if "leaves" not in needs or not any(word in named for word in DISTILLED):
+        return ""
+    return (
+        f"{source} with {scheduler} looks like a few-step distilled model: methods on the forward"
+        " process tend to blur it or make it collapse; use its base model, or a method on"
+        " denoising steps"
+    )
+
+
+# Beside words, the facts are: method (the algorithm), processes (of a run, or its teams), rewards
+# (a RewardSet), prompts, files (media to train on), dataset (the folder that they are from, or
+# None), policy, plan (of the first iteration), spare (prompts of a process beside its batch's).
+RULES = (
+    Rule(("batch.prompts", "batch.updates", "train.sequence_parallel", "processes"), _divisible),
+    Rule(("batch.group", "plan.leaves"), _whole_trees),
+    Rule(("train.parts", "algorithm.name", "method.heads", "method.trains_network"), _parts),
+    Rule(
+        ("data.sampler.mode", "method.needs"),
+        "{0} learns from advantages, and this method has none; use bayes",
+        when=lambda mode, needs: mode == "bandit" and "reward" in needs,
+    ),
+    Rule(
+        (f"{HELP}after", "method.needs"),
+        "{0} samples some prompts with guidance, steps or texts of their own, and"
+        " algorithm={algorithm.name} trains how a sample was made; use a method on the forward"
+        " process, as algorithm=nft or dpo, or leave it out",
+        when=lambda after, needs: after and "leaves" not in needs,
+    ),
+    Rule((f"{HELP}after", f"{HELP}column", "prompts"), _help_texts),
+    Rule(("replay.size", "algorithm.name", "method.needs"), _replayed),
+    Rule(
+        ("sampler.rlg", "method.needs"),
+        "sampler.rlg={sampler.rlg:g} samples from another distribution than the one whose"
+        " denoising steps {algorithm.name} trains; use a method on finished samples, as"
+        " algorithm=nft, or sampler.rlg=1",
+        when=lambda rlg, needs: rlg != 1 and needs & {"log_prob", "reward"},
+    ),
+    Rule(
+        ("diversity.redundancy", "diversity.entropy", "diversity.novelty", "method.needs"),
+        _rewritten,
+    ),
+    Rule(
+        ("draw.mode", "method.needs"),
+        "{0} looks for groups whose rewards differ, and this method climbs the reward of each"
+        " sample by itself; leave it out",
+        when=lambda mode, needs: mode != "once" and "reward" in needs,
+    ),
+    Rule(
+        ("batch.group", "method.needs"),
+        "{0}: an advantage is a reward minus its group's mean, which is 0 for a single sample; use"
+        " at least 2",
+        when=lambda group, needs: group == 1 and "reward" not in needs,
+    ),
+    Rule(
+        ("stop.kl", "method.config"),
+        "{0} needs policy/kl, which is measured only with algorithm.kl_weight above 0",
+        when=lambda kl, options: kl is not None and not getattr(options, "kl_weight", 0),
+    ),
+    Rule(
+        ("model.offload", "reward", "method.needs"),
+        "{0}: the gradient of a reward passes through its networks and on through the denoiser, and"
+        " only one of them would be there; use model.offload=denoiser, or leave that gradient out",
+        when=lambda offload, rewards, needs: offload == "all" and climbs(rewards, needs),
+    ),
+    Rule(
+        ("train.shard", "reward", "method.needs"),
+        "{0}: the gradient of a reward computes calls of the network again in its backward, where"
+        " processes cannot be kept in step; leave train.shard, or that gradient, out",
+        when=lambda shard, rewards, needs: shard and climbs(rewards, needs),
+    ),
+    Rule(
+        ("train.sequence_parallel", "reward", "method.needs"),
+        "{0}: the gradient of a reward passes through several calls of the network, and members of"
+        " a team know that of their own tokens alone; leave one of the two out",
+        when=lambda members, rewards, needs: members > 1 and climbs(rewards, needs),
+    ),
+    Rule(
+        ("train.sequence_parallel", "method.heads"),
+        "{0}: algorithm.name={algorithm.name} trains a head beside the network, which members of a"
+        " team do not share; leave one of the two out",
+        when=lambda members, heads: members > 1 and heads,
+    ),
+    # rewards
+    Rule(
+        ("draw.mode", "rewards.needs"),
+        "draw.mode=balance compares rewards of several draws, and a reward that compares a group"
+        " judges one; use draw.mode=refill or once",
+        when=lambda mode, needs: mode == "balance" and "group" in needs,
+    ),
+    Rule(
+        ("rewards", "method.needs", "algorithm.name", "data.offline", "rewards.climbers"),
+        lambda rewards, needs, name, offline, _: _climbed(rewards, needs, name, offline),
+    ),
+    Rule(
+        ("watch.held_out", "rewards.weighted", "rewards.weights"),
+        lambda label, _, weights: (
+            f"watch.held_out={label} is trained on, with weight {weights[label]:g}, so that it is"
+            f" not held out; give it reward.{label}.weight=0, or name another reward"
+        ),
+        when=lambda label, weighted, _: label in weighted,
+    ),
+    Rule(("watch.held_out", "rewards.rules"), _held_out),
+    # media from files
+    Rule(
+        ("watch.held_out", "watch.detectors", "files"),
+        "watch reads the samples of the policy, and this run trains on media from files"
+        " (data.offline, or prompts with a reference); leave watch out",
+        when=lambda label, detectors, files: (label or detectors) and files,
+    ),
+    Rule(("files", "dataset", "method.needs", "draw.mode", "rewards.needs"), _files),
+    Rule(
+        ("dataset", "prompts"),
+        "data.offline holds a single image of every prompt, whose advantage is 0; score several of"
+        " each, or keep more of them",
+        when=lambda dataset, prompts: dataset and dataset.singles == len(prompts),
+    ),
+    Rule(
+        ("dataset", "prompts"),
+        lambda dataset, prompts: (
+            f"{dataset.singles} of {len(prompts)} prompts have a single image in data.offline: its"
+            " advantage is always 0"
+        ),
+        when=lambda dataset, prompts: dataset and dataset.singles,
+        kind="warn",
+    ),
+    # the policy and the plan
+    Rule(("model.source", "method.needs", "policy"), _distilled, kind="warn"),
+    Rule(
+        ("replay.size", "batch.prompts", "batch.group", "policy.latent_shape"),
+        _kept_samples,
+        kind="warn",
+    ),
+    Rule(
+        ("sampler.init_noise", "plan.init", "plan.kind", "batch.group", "data.offline"),
+        "{0} starts all samples of a prompt from one noise, and this method's sampler adds none, so"
+        " that they would be equal; use sampler.init_noise=sample",
+        when=lambda _, init, kind, group, offline: (
+            init != "sample" and not kind.any() and group > 1 and not offline
+        ),
+    ),
+    Rule(
+        ("draw.mode", "spare", "batch.prompts"),
+        "too few prompts are left beside those of a batch; add prompts, or lower {2}",
+        when=lambda mode, spare, _: mode == "refill" and spare < 1,
+        kind="unread",
+    ),
+    Rule(
+        ("sampler.eta", "plan.kind"),
+        "this method samples without noise; methods on denoising steps, as algorithm=flow_grpo,"
+        " read it",
+        when=lambda _, kind: not kind.any(),
+        kind="unread",
+    ),
+)

@@ -1,0 +1,279 @@
+"""Which words a start refuses, with which sentence: no model is loaded, and nothing is written."""
+
+import subprocess
+import sys
+
+import pytest
+import small
+
+from flowrl.config import rules, run_rules
+from flowrl.config.build import make_algorithm, make_policy
+from flowrl.config.facts import Facts, of_config, plain
+from flowrl.config.lighter import Shortage, changed, next_change, starts
+from flowrl.config.load import load_config
+from flowrl.data.prompts import load_prompts
+from flowrl.rewards import load_set
+from flowrl.samplers import sigmas
+from flowrl.training.budget.planner import check_known
+from flowrl.training.out_of_memory import advised
+
+SHARD, TEAMS = "train.shard=[denoiser]", "train.sequence_parallel=2"
+HELPED = "data.sampler.help.after=2 data.sampler.help.guidance=3"
+WATCHED = "reward.fair.name=saturation watch.held_out=fair"
+CLIMBED = "reward.tiling.mode=grad"
+ALIKE = "diversity.features=shapes diversity.redundancy=3 diversity.entropy=0.5"
+ENTROPY = "diversity.features=shapes diversity.entropy=0.5"
+OFFLINE = "data.offline=scored"
+NAMED = {"method", "processes", "rewards", "prompts", "files", "dataset"}  # facts beside words
+NAMED |= {"policy", "plan", "spare"}
+
+WORDS = [  # over words alone: refused before an algorithm is made
+    ("model.encoders=leave train.parts=[text_encoder]", "use model.encoders=stay"),
+    ("model.quantize=int8 train.mode=full", "int8 freezes the weights, and train.mode=full"),
+    (f"model.quantize=int8 {SHARD}", "are split by train.shard=[denoiser]"),
+    ("model.offload=denoiser train.mode=full", "train.mode=full trains them all"),
+    (f"model.offload=denoiser {SHARD}", "shard=[denoiser] splits them"),
+    ("model.offload=denoiser batch.overlap=2", "batch.overlap=2 others are sampled"),
+    (f"{SHARD} train.compile=blocks", "train.compile=blocks compiles them"),
+    (f"{SHARD} train.parts=[denoiser,text_encoder]", "a trained text encoder is called between"),
+    (f"{TEAMS} {SHARD}", "shard=[denoiser] both split the network"),
+    (f"{TEAMS} train.compile=blocks", "hooks blocks that train.compile=blocks would compile"),
+    (f"{TEAMS} model.offload=denoiser", "model.offload=denoiser moves them"),
+    (f"{TEAMS} model.quantize=int8", "and not with model.quantize=int8"),
+    (f"{TEAMS} train.parts=[denoiser,text_encoder]", "trains a text encoder"),
+    (f"{SHARD} train.mode=full train.precision=fp16", "the scaler of fp16 looks for overflow"),
+    (f"{SHARD} train.mode=full optimizer.name=adamw8bit", "of optimizer.name=adamw8bit are not"),
+]
+FURTHER = [  # of a start: over words, and over what they name
+    ("train.init_lora=tests train.mode=full", "loads adapters, and train.mode=full trains none"),
+    ("train.init_lora=tests/nowhere", "train.init_lora=tests/nowhere does not exist"),
+    ("reward.jpeg=0", "every reward has weight 0 (jpeg), so nothing would be trained"),
+    # draws and groups
+    ("batch.group=1", "batch.group=1: an advantage is a reward minus its group's mean"),
+    ("batch.prompts=7 batch.updates=2", "does not divide by 1 process x 2 updates; try 6 or 8"),
+    ("algorithm=tree_grpo batch.group=20", "is not a multiple of the plan's 27 leaves; try 27"),
+    ("draw.mode=refill algorithm=draft", "draw.mode=refill looks for groups whose rewards differ"),
+    ("draw.mode=balance algorithm=tree_grpo", "draw.mode=balance chooses whole samples, and plan="),
+    ("draw.mode=balance algorithm.keep=2", "draw.mode=balance and algorithm.keep=2 both choose"),
+    ("draw.mode=balance algorithm=dgpo", "dgpo needs advantages that add up to 0"),
+    ("draw.mode=balance reward.rank.reward=jpeg", "a reward that compares a group judges one"),
+    *(
+        (
+            f"draw.mode=balance algorithm=ddpo algorithm.credit={credit}",
+            f"draw.mode=balance has a baseline of all draws, and credit={credit} one of the sample",
+        )
+        for credit in ("depth", "siblings", "granular")
+    ),
+    ("algorithm=raft algorithm.top=4 batch.group=4", "algorithm.top=4 of batch.group=4 trains"),
+    *(
+        (
+            f"algorithm={method} sampler.init_noise={init}",
+            f"sampler.init_noise={init} starts all samples of a prompt from one noise",
+        )
+        for method in ("nft", "dsrl train.parts=[initial_noise]")
+        for init in ("group", "batch")
+    ),
+    ("algorithm=flow_grpo sampler.eta=0", "set sampler.eta > 0"),
+    ("algorithm=flow_grpo sampler.steps=1", "sampler.steps >= 2"),
+    (
+        "algorithm=tempflow_grpo batch.group=3 algorithm.tree.children=1",
+        "algorithm.tree.children=1 leaves credit=siblings nothing to compare",
+    ),
+    # options of a method
+    ("algorithm=tree_grpo algorithm.keep=2", "algorithm.keep=2 leaves out whole samples"),
+    ("algorithm=dpo algorithm.keep=2", "of each group whatever algorithm.keep=2 says"),
+    ("algorithm=dgpo algorithm.keep=2", "over a group, of which algorithm.keep=2 trains a part"),
+    ("algorithm=mix_grpo algorithm.reference=ema", "reference=ema is read only with algorithm.kl"),
+    ("algorithm=raft algorithm.reference=reset", "reference=reset is read only with algorithm.kl"),
+    ("algorithm=nft algorithm.error=eps", "algorithm.error=eps has no effect"),
+    ("algorithm=raft algorithm.first=1", "algorithm.first and range choose levels of the schedule"),
+    # what is trained
+    ("algorithm=dsrl train.parts=[denoiser]", "trains initial_noise, which train.parts"),
+    ("algorithm=dsrl train.parts=[denoiser,initial_noise]", "leaves the network as it is"),
+    ("algorithm=nft train.parts=[denoiser,step_noise]", "nft does not train"),
+    ("algorithm=reinflow train.parts=[step_noise]", "trains the network too"),
+    ("stop.kl=0.1 algorithm.kl_weight=0", "stop.kl=0.1 needs policy/kl"),
+    (f"{SHARD} algorithm=draft", "train.shard=[denoiser]: the gradient of a reward"),
+    (f"{TEAMS} algorithm=draft", "the gradient of a reward passes through several calls"),
+    (f"{TEAMS} algorithm=reinflow", "reinflow trains a head beside the network"),
+    (f"{TEAMS} algorithm=dsrl train.parts=[initial_noise]", "dsrl trains a head beside the"),
+    ("algorithm=draft model.offload=all", "model.offload=all: the gradient of a reward"),
+    (f"{CLIMBED} model.offload=all", "model.offload=all: the gradient of a reward"),
+    *(
+        (f"algorithm={name} sampler.rlg=2", "sampler.rlg=2 samples from another distribution")
+        for name in ("flow_grpo", "prdp", "draft")
+    ),
+    # which prompts
+    ("data.sampler=bandit algorithm=draft", "this method has none; use bayes"),
+    (f"data.sampler=bayes {OFFLINE}", "data.sampler.mode=bayes learns from new samples, and"),
+    ("data.sampler=best", "data.sampler.mode"),
+    ("data.sampler.target=1.5 data.sampler.mode=bayes", "data.sampler.target"),
+    (f"{HELPED} algorithm=flow_grpo", "algorithm=grpo trains how a sample was made"),
+    (f"{HELPED} algorithm=draft", "algorithm=reward_gradient trains how a sample was made"),
+    (f"{HELPED} data.sampler.help.guidance=null", "says when prompts are helped, but not how"),
+    (f"{HELPED} data.sampler.help.column=help_prompt", "no prompt has a text in that column"),
+    (f"{HELPED} data.sampler.help.column=prompt", "no prompt has a text in that column"),
+    (f"{HELPED} data.sampler.help.column=include", "which is no text"),
+    (f"{HELPED} data.sampler.help.decay=2", "data.sampler.help.decay"),
+    (f"{HELPED} {OFFLINE}", "helps new samples, and data.offline has none"),
+    # old samples
+    ("replay.size=2 algorithm=flow_grpo", "algorithm=grpo reads the log-probs of denoising steps"),
+    ("replay.size=2 algorithm=prdp", "algorithm=prdp reads the log-probs of denoising steps"),
+    ("replay.size=2 algorithm=draft", "algorithm=reward_gradient climbs rewards of new samples"),
+    ("replay.size=2 replay.taper=1.5", "replay.taper"),
+    ("replay.size=2 replay.share=0", "replay.share"),
+    (f"replay.size=2 {OFFLINE}", "replay.size=2 keeps new samples, and data.offline has none"),
+    # how alike samples are
+    (f"{ALIKE} algorithm=draft", "diversity.redundancy changes what advantages are made of, and"),
+    (f"{ENTROPY} algorithm=dpo", "diversity.entropy=0.5 scales all advantages of a group alike"),
+    (f"{ENTROPY} algorithm=dpo", "and dpo reads only the order of samples in their group"),
+    (f"{ENTROPY} algorithm=raft", "raft reads only the order of samples in their group; set it"),
+    (f"{ENTROPY} algorithm=granular_grpo", "and algorithm.credit=granular divides by a spread"),
+    (f"{ALIKE} {OFFLINE}", "features=shapes compares new samples, and data.offline has none"),
+    # rewards
+    (f"{CLIMBED} algorithm=draft reward.jpeg=0", "algorithm=reward_gradient climbs the gradient"),
+    (f"{CLIMBED} reward.jpeg=0", "which leaves none to compare samples by; use algorithm=draft"),
+    ("reward.jpeg.mode=grad reward.tiling=1", "jpeg as loaded gives none"),
+    (f"{CLIMBED} {OFFLINE}", "mode=grad of tiling cannot be taken out of the scores"),
+    (
+        f"{CLIMBED} reward.rank.reward=jpeg reward.tiling.gate.rank=0.5",
+        "rank compares the samples of a group, and the gradient of tiling",
+    ),
+    ("stop.watch=stop", "stop.watch=stop needs a held-out reward"),
+    ("watch.held_out=fair", "watch.held_out=fair is none of the rewards (jpeg)"),
+    ("watch.held_out=jpeg", "jpeg is trained on, with weight 1, so that it is not held out"),
+    (f"{WATCHED} reward.fair.weight={{0:0,9:1}}", "fair is trained on"),
+    (f"{WATCHED} reward.fair=0 reward.jpeg.gate.fair=0.5", "fair decides how reward.jpeg counts"),
+]
+
+
+def refusal(words):
+    """Why a start would refuse these words, before it loads a model; "": it goes on."""
+    try:
+        cfg = load_config(None, ["reward=jpeg", *words.split()])
+        algorithm, facts = make_algorithm(cfg), Facts(plain(cfg))
+        facts.learn(method=algorithm, processes=1)
+        facts.learn(rewards=load_set(cfg.reward))
+        facts.learn(prompts=load_prompts(cfg.data.train), dataset=None, files=[])
+        grid = sigmas.shifted(cfg.sampler.steps, 3)
+        plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
+        algorithm.check(plan)
+        facts.learn(plan=plan)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("words", "sentence"), [*WORDS, *FURTHER])
+def test_words_that_do_not_go_together_are_refused_in_a_sentence(words, sentence):
+    assert sentence in refusal(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(words.rpartition(" ")[0] for words, _ in WORDS),
+        "reward.tiling.mode=grad model.offload=denoiser",
+        "algorithm=nft replay.size=2",
+        "algorithm=raft algorithm.top=3 batch.group=4",
+        "algorithm=raft algorithm.top=4 batch.group=4 data.offline=scored",
+        "algorithm=nft sampler.init_noise=group data.offline=scored",
+        "algorithm=dpo diversity.features=shapes diversity.novelty=1",
+        "algorithm=draft reward.jpeg=0 reward.tiling=1 diversity.features=shapes",
+        f"algorithm=rwr {ENTROPY}",
+        f"algorithm=nft {ENTROPY} diversity.novelty=1",
+    ],
+)
+def test_what_goes_together_is_not_refused(words):
+    assert refusal(words) == ""
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    both = refusal(f"{SHARD} train.compile=blocks model.offload=denoiser").splitlines()
+    assert len(both) == 2 and "splits them" in both[0] and "compiles them" in both[1]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WORDS)
+def test_a_start_a_policy_and_a_budget_refuse_alike(words, sentence):
+    cfg = load_config(None, words.split())
+    for refuse in (of_config, make_policy, lambda cfg: check_known(cfg, 2)):
+        with pytest.raises(ValueError) as raised:
+            refuse(cfg)
+        assert sentence in str(raised.value)
+
+
+def test_a_refusal_comes_before_anything_is_written(tmp_path):
+    result = small.invoke("train", *small.words(tmp_path / "run"), "batch.group=1")
+    assert result.exit_code == 2 and "batch.group=1: an advantage" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_rule_reads_what_there_is():
+    """A misspelled key would leave a rule waiting for good."""
+    words = Facts(plain(load_config()))
+    for rule in (*rules.RULES, *run_rules.RULES):
+        assert all(words[key] is not words for key in rule.reads if key.split(".")[0] not in NAMED)
+
+
+# ---------------------------------------------------------------------- what is proposed instead
+
+
+@pytest.mark.parametrize(
+    ("words", "phase", "passed_over", "instead"),
+    [  # a run has one of two settings; the other one would be next
+        (["train.parts=[text_encoder]"], "rollout", "model.encoders", {"model.quantize": "int8"}),
+        (["train.compile=blocks"], "optimizer", "train.shard", {"model.quantize": "int8"}),
+        (["train.mode=full"], "reward", "model.offload", {"batch.states": "host"}),
+        ([SHARD], "optimizer", "model.quantize", {"optimizer.name": "adamw8bit"}),
+    ],
+)
+def test_a_budget_proposes_what_would_start(words, phase, passed_over, instead):
+    base = ["batch.decode=1", "model.encoders=leave"] if "encoders" not in passed_over else []
+    cfg = load_config(None, [*base, *words])
+    assert next_change(cfg, Shortage(phase=phase, gpus=2), modelled=True) == instead
+    assert starts(changed(cfg, instead))
+
+
+def test_a_micro_batch_is_not_halved_below_the_rows_of_one_state():
+    words = ["train.gradient_checkpointing=true", "model.quantize=nf4", "batch.states=host"]
+    small = ["batch.micro=2", "batch.decode=1", "model.encoders=leave", "model.offload=denoiser"]
+    cfg = load_config(None, [*words, *small])
+    found = [
+        next_change(cfg, Shortage(phase="update", state=state), modelled=True) for state in (1, 2)
+    ]
+    assert found == [{"batch.micro": 1}, {"optimizer.name": "adamw8bit"}]
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["train.parts=[text_encoder]"], "set model.quantize=int8"),
+        ([SHARD, "train.mode=full", "model.encoders=leave"], "set train.mode=lora"),
+        ([SHARD, "model.encoders=leave"], "set optimizer.name=adamw8bit"),
+        ([SHARD, "model.encoders=leave", "optimizer.name=adamw8bit"], "ask for smaller pictures"),
+    ],
+)
+def test_the_sentence_of_a_run_out_of_memory_names_what_would_start(words, fix):
+    cfg = load_config(None, [*words, "model.dtype=bf16"])
+    assert advised(cfg, Shortage(phase="optimizer")).startswith(fix)
+
+
+def test_rules_over_words_need_no_torch():
+    """Also words of a reward's settings, whose kinds a file tells."""
+    script = """
+import sys
+from flowrl.config.facts import Facts
+from flowrl.config.load import composed
+words = ["train.shard=[denoiser]", "train.compile=blocks", "reward.clip.model=1980"]
+tree, problems = composed(None, words)
+assert not problems and tree["reward"]["clip"]["model"] == "1980"
+try:
+    Facts(tree).learn()
+except ValueError as error:
+    print(error)
+print("torch" in sys.modules)
+"""
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    sentence, imported = answer.stdout.splitlines()
+    assert sentence.endswith("train.compile=blocks compiles them; leave one of the two out")
+    assert imported == "False"
