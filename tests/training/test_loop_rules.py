@@ -228,7 +228,9 @@ def test_too_many_invalid_samples_leave_a_checkpoint_of_the_last_finished_iterat
 
 def test_a_bug_in_a_reward_saves_nothing(tmp_path):
     with pytest.raises(RewardBug):
-        rewarded(quiet(tmp_path), lambda media, *_: spread(media)[:, None]).run()
+        rewarded(
+            quiet(tmp_path, guard__check_rewards="true"), lambda media, *_: spread(media)[:, None]
+        ).run()
     assert not checkpoint.steps(tmp_path / "run")
 
 
