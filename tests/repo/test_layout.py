@@ -107,6 +107,47 @@ def test_a_cycle_through_the_init_of_a_package_is_seen(tmp_path, kind):
     assert "flowrl.p" in budgets.levels(edges_of(tmp_path, CYCLES[kind]))[1]
 
 
+WORDS = {  # a check of words, a source with one fault, the same source without it
+    "headless": ('class A:\n    """Of the denoiser."""', 'class A:\n    """Offers bytes."""'),
+    "unexplained": (
+        "@dataclass(frozen=True)\nclass A:\n    rows: int\n",
+        "@dataclass\nclass A:\n    rows: int  # of a batch\n\n    # seconds\n    time: float\n"
+        '    seed: int = 0\n    """Any whole number."""\n',
+    ),
+    "silent": (
+        "def f():\n" + "    x = 1\n" * 29,
+        "def f():\n    # once is not enough: rounding\n" + "    x = 1\n" * 29,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_each_check_of_words_finds_its_fault_and_nothing_else(kind):
+    def found(text):
+        return [
+            *budgets.headless(ROOT / "a.py", ast.parse(text)),
+            *budgets.unexplained(ROOT / "a.py", ast.parse(text), text.splitlines()),
+            *budgets.silent(ROOT / "a.py", ast.parse(text), text.splitlines()),
+        ]
+
+    bad, good = WORDS[kind]
+    said = {"headless": '"Of"', "unexplained": "nothing explains A.rows", "silent": "no comment"}
+    (only,) = found(bad)
+    assert said[kind] in only and not found(good)
+
+
+def test_a_class_name_in_two_files_is_found():
+    one, two = ast.parse("class Run: pass\nclass Settings: pass"), ast.parse("class Walk: pass")
+    assert budgets.class_names({ROOT / "a.py": one, ROOT / "b.py": two}) == []
+    assert budgets.class_names({ROOT / "a.py": one, ROOT / "b.py": one}) == [
+        "class Run is defined in a.py, b.py"
+    ]
+
+
+def test_tokens_a_line_counts_neither_comments_nor_lines_without_code():
+    assert budgets.tokens_a_line(["# words\n\nx = 1  # why\ny = (\n    2,\n)\n"]) == 9 / 4
+
+
 def test_a_package_that_imports_its_own_modules_is_no_cycle(tmp_path):
     own = {
         "flowrl": "from flowrl.p import Base",
