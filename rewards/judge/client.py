@@ -412,9 +412,9 @@ def picture(image: Image.Image, side: int | None = None) -> dict[str, Any]:
             [max(1, round(n * side / max(image.size))) for n in image.size],
             Image.Resampling.BICUBIC,
         )
-    file = io.BytesIO()
-    image.save(file, "PNG", compress_level=1)
-    data = base64.b64encode(file.getvalue()).decode()
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    data = base64.b64encode(buffer.getvalue()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 

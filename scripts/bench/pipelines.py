@@ -83,9 +83,9 @@ ROWS = {
 BEGIN, END = "<!-- table of scripts/bench/pipelines.py{} -->", "<!-- end of the table{} -->"
 METHODS = {"grpo": ["algorithm=flow_grpo"], "nft": ["algorithm=nft", "algorithm.steps=2"]}
 KINDS = {  # options, each of which asks something else of the cases
-    "second": "other arguments for each case",
-    "far": "on a device that is not there",
-    "text": "the gradient of text encoders",
+    "--second": "other arguments for each case",
+    "--far": "on a device that is not there",
+    "--text": "the gradient of text encoders",
 }
 TEXT = 1e-4  # most that gradients of text encoders may differ, relative
 
@@ -393,7 +393,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/pipelines.jsonl"))
     parser.add_argument("--resume", action="store_true")
     for name, text in KINDS.items():
-        parser.add_argument(f"--{name}", dest="what", action="store_const", const=name, help=text)
+        const = name.removeprefix("--")
+        parser.add_argument(name, dest="what", action="store_const", const=const, help=text)
     parser.set_defaults(what="usual")
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()

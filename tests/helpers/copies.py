@@ -19,6 +19,7 @@ def load_policy(source, **given):
     """`flowrl.load_policy`, for build.make_policy; what is not the embedded model as it is, or is
     loaded in a way of its own, is loaded anew."""
     plain = given["encoding"] is None and given["quantize"] == "none" and not given["split"]
+    plain &= given["dtype"] in (None, torch.float32)  # others hold results, which are not copied
     if not isinstance(source, str) or "shapes" not in source or not plain:
         return load(source, **given)
     key = (source, repr(given), torch.initial_seed(), torch.get_num_threads())

@@ -170,6 +170,7 @@ class Listed(TorchFunctionMode):
 def whole_runs(monkeypatch):
     """Inside it models are loaded far away, and a whole run of them stays there: random numbers are
     drawn on the CPU, and what torch asks a backend for by its name is there."""
+    from flowrl.config import build
     from flowrl.policy import load
 
     prepare, generator, autocast = load._prepare, torch.Generator, torch.autocast
@@ -190,6 +191,7 @@ def whole_runs(monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(load, "_prepare", prepared)
+        patch.setattr(build, "load_policy", load.load_policy)  # no copy of one that is near
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(torch, "autocast", cast)
         patch.setattr(torch, DEVICE.type, torch.cpu, raising=False)

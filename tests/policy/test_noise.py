@@ -18,12 +18,12 @@ def draw(generator):
 
 
 def test_latents_that_are_scaled_noise_have_a_factor_and_no_mean():
-    found = start_map(seeded(lambda g: 14.6 * draw(g)), told=1.0)
+    found = start_map(seeded(lambda g: 14.6 * draw(g)), usual=1.0)
     assert found.factor == pytest.approx(14.6, rel=1e-5) and found.mean is None
 
 
 def test_a_late_start_holds_a_noisy_picture():
-    found = start_map(seeded(lambda g: 0.6 * PICTURE + 0.4 * draw(g)), told=1.0)
+    found = start_map(seeded(lambda g: 0.6 * PICTURE + 0.4 * draw(g)), usual=1.0)
     assert found.factor == pytest.approx(0.4, rel=1e-5)
     assert torch.allclose(found.mean, 0.6 * PICTURE[0])
 
@@ -41,7 +41,7 @@ def test_a_draw_that_moves_entries_by_different_factors_is_no_initial_noise(firs
     generator = torch.Generator().manual_seed(0)
     a, b = draw(generator), draw(generator)
     posterior = a if first == "posterior" else b
-    found = start_map(seeded(latents), told=1.0)
+    found = start_map(seeded(latents), usual=1.0)
     assert found.factor == pytest.approx(0.3, rel=1e-5)
     assert torch.allclose(found.mean, 0.7 * (PICTURE + PICTURE.abs() * posterior)[0], atol=1e-6)
 
@@ -50,7 +50,7 @@ def test_a_draw_that_moves_entries_by_different_factors_is_no_initial_noise(firs
     "latents", [lambda g: PICTURE.clone(), lambda g: PICTURE * draw(g)], ids=["none", "uneven"]
 )
 def test_without_a_draw_that_is_initial_noise_the_factor_is_what_the_caller_told(latents):
-    found = start_map(seeded(latents), told=2.5)
+    found = start_map(seeded(latents), usual=2.5)
     assert found.factor == 2.5 and found.mean is None
 
 
@@ -58,8 +58,8 @@ def test_a_factor_that_low_precision_rounded_is_the_told_one():
     def rounded(generator):
         return (14.6 * draw(generator)).bfloat16()
 
-    assert start_map(seeded(rounded), told=14.6146).factor == 14.6146
-    assert start_map(seeded(rounded), told=15.0).factor == pytest.approx(14.6, rel=4e-3)
+    assert start_map(seeded(rounded), usual=14.6146).factor == 14.6146
+    assert start_map(seeded(rounded), usual=15.0).factor == pytest.approx(14.6, rel=4e-3)
 
 
 def test_draws_are_counted_the_later_ones_stay_and_randn_is_torchs_own_afterwards():

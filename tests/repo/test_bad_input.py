@@ -485,7 +485,8 @@ def test_a_reward_of_the_wrong_shape_ends_the_command_with_one_sentence(tmp_path
         "flowrl.training.build.load_set",
         lambda _: load_set({"custom": lambda media, *_: spread(media)[:, None]}),
     )
-    words = small.words(tmp_path / "run", data__eval="null", iterations="1")
+    changes = {"data__eval": "null", "iterations": "1", "guard__check_rewards": "true"}
+    words = small.words(tmp_path / "run", **changes)
     result = small.invoke("train", *words)
     sentences = [line for line in result.output.splitlines() if line.startswith("flowrl: ")]
     assert result.exit_code == 1 and len(sentences) == 2 and "Traceback" not in result.output

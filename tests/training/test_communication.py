@@ -17,6 +17,7 @@ from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.policy.weights.recompute import recompute
 from flowrl.runtime.processes.world import World
+from flowrl.training.budget.call_costs import Cost
 from flowrl.training.budget.planner import Planner
 from flowrl.training.budget.roofline import GIB, GPUS
 from flowrl.training.budget.weight_costs import weight_costs
@@ -106,8 +107,8 @@ def test_split_weights_come_once_a_forward_and_once_a_backward(mode, checkpointi
     assert backward.bytes["gathered"] == costs.gathered / part
     assert backward.bytes.get("scattered", 0) == costs.scattered / part
     seconds = [
-        costs.seconds(GPUS["h100"], 0.0, 2.0, backward=True),
-        costs.seconds(GPUS["h100"], 0.0, 1.0, backward=False),
+        costs.paid(Cost(), GPUS["h100"], 2.0, backward=True).seconds,
+        costs.paid(Cost(), GPUS["h100"], 1.0, backward=False).seconds,
     ]
     sent = [sum(sent.bytes.values()) * part / GPUS["h100"].link for sent in (backward, forward)]
     assert seconds == pytest.approx(sent)
