@@ -30,8 +30,8 @@ def with_changes(architecture: Architecture, changes: Mapping[str, Any]) -> Arch
 
 
 def _merged(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    nested = {
-        key: _merged(config[key], value)
+    nested = {  # a group that the config leaves to its class is taken as it is
+        key: _merged(config.get(key, {}), value)
         for key, value in changes.items()
         if isinstance(value, Mapping)
     }
