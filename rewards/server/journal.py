@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ class ScoreJournal:
         """path: made when the first score comes. A file of something else -> ValueError."""
         self.path, self.keep = Path(path), keep
         self.lock = threading.Lock()
-        newest = deque(lines.read(self.path, ScoreRow), maxlen=keep)
+        newest = list(lines.read(self.path, ScoreRow, newest=keep))
         self.scores = {line.row["key"]: line.row["score"] for line in newest if line.row}
         if newest and not self.scores and newest[0].text.endswith(b"\n"):
             raise ValueError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,15 +59,19 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]], **style: Any) -> None:
             files.sync(path.parent)
 
 
-def read(path: Path, shape: type[FileModel] = FileModel) -> Iterator[Line]:
+def read(
+    path: Path, shape: type[FileModel] = FileModel, *, newest: int | None = None
+) -> Iterator[Line]:
     """The lines of a file, oldest first, without empty ones; none of a file that is not there.
 
-    shape: what each line's object must be; by default any object.
+    shape: what each line's object must be; by default any object. newest: how many lines at the
+    end are read, as a file may have grown for months; None: all.
     """
     if not path.exists():
         return
     with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
+        numbered = enumerate(file, 1)
+        for number, text in numbered if newest is None else deque(numbered, maxlen=newest):
             try:
                 shape.model_validate_json(text)
                 yield Line(number=number, text=text, row=json.loads(text))

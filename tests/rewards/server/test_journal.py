@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flowrl.rewards.server.journal import ScoreJournal, keys
+from flowrl.runtime.store import lines
 
 PROMPTS = ["a cat", "a dog", "a cat"]
 
@@ -61,6 +62,10 @@ def test_memory_holds_the_newest(tmp_path):
         list(journal.scores) == ["2", "3", "4"] == list(ScoreJournal(journal.path, keep=3).scores)
     )
     assert len(ScoreJournal(journal.path).scores) == 5
+    # what is older is not even read: a file may have grown for months
+    journal.path.write_bytes(b"no json\n" * 3 + journal.path.read_bytes())
+    newest = list(lines.read(journal.path, newest=2))
+    assert [line.number for line in newest] == [7, 8] and all(line.row for line in newest)
 
 
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
