@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import logging
 import os
@@ -39,6 +38,7 @@ import httpx
 import pydantic
 from PIL import Image
 
+from flowrl.data.media import encoded
 from flowrl.rewards.core.reward import RewardUnavailable, forgetful
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.judge.completion import Reply, detail, read_reply
@@ -412,9 +412,7 @@ def picture(image: Image.Image, side: int | None = None) -> dict[str, Any]:
             [max(1, round(n * side / max(image.size))) for n in image.size],
             Image.Resampling.BICUBIC,
         )
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(encoded(image, compress_level=1)).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 

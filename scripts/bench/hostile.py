@@ -18,7 +18,6 @@ import base64
 import collections
 import contextlib
 import functools
-import io
 import json
 import random
 import socket
@@ -35,6 +34,7 @@ import server as bench
 import torch
 from PIL import Image
 
+from flowrl.data.media import encoded
 from flowrl.rewards.server import wire
 
 GOALS = {"pace": 0.5, "memory": 2.0}
@@ -245,9 +245,7 @@ def good(chance: random.Random) -> tuple[dict[str, Any], dict[str, torch.Tensor]
 @functools.cache
 def png(side: int) -> str:
     """base64 of a black picture."""
-    file = io.BytesIO()
-    Image.new("RGB", (side, side)).save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
+    return base64.b64encode(encoded(Image.new("RGB", (side, side)))).decode()
 
 
 ODD = [
