@@ -32,7 +32,7 @@ class Facts:
 
     def __getitem__(self, key: str) -> Any:
         try:
-            return reduce(_inside, key.split("."), self.known)
+            return _at(self.known, key)
         except AttributeError:
             raise KeyError(key) from None
 
@@ -86,7 +86,7 @@ class Facts:
 
     def is_set(self, key: str) -> bool:
         """Whether a setting differs from its default."""
-        return bool(self[key] != reduce(_inside, key.split("."), self.usual()))
+        return bool(self[key] != _at(self.usual(), key))
 
     def usual(self) -> dict[str, Any]:
         """The tree of a config in which nothing was set."""
@@ -96,7 +96,7 @@ class Facts:
 
     def set_below(self, key: str) -> list[str]:
         """Settings at a key, or in the section of that name, that differ from their defaults."""
-        now, before = (flatten({key: tree[key]}) for tree in (self, Facts(self.usual())))
+        now, before = (flatten({key: _at(tree, key)}) for tree in (self.known, self.usual()))
         return [f"{name}={value}" for name, value in now.items() if before.get(name) != value]
 
 
@@ -109,6 +109,11 @@ class _ByKey(Formatter):
 
 
 _BY_KEY = _ByKey()
+
+
+def _at(tree: Mapping[str, Any], key: str) -> Any:
+    """What a tree holds at a dotted key."""
+    return reduce(_inside, key.split("."), tree)
 
 
 def _inside(holder: Any, name: str) -> Any:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.config.rules import HELP, climbs
+from flowrl.config.training import USES
 from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
 
 LARGE = 1000  # megabytes of kept samples that are worth a word
 DISTILLED = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd")
-HEADS = ("step_noise", "initial_noise")  # entries of train.parts beside the policy's own networks
 
 
 def _divisible(prompts: int, updates: int, members: int, processes: int) -> str:
@@ -43,10 +43,12 @@ def _nearest(value: int, unit: int) -> str:
 
 def _parts(parts: list[str], name: str, wanted: Mapping[str, Any], network: bool) -> str:
     """wanted: heads that the method trains; network: whether it trains the network too."""
-    own = [part for part in parts if part not in HEADS]
+    from flowrl.policy.weights.heads import KINDS  # a method is there, and torch with it
+
+    own = [part for part in parts if part not in KINDS]
     full = [*(own or ["denoiser"]) * network, *wanted]
     fix = f"use train.parts=[{', '.join(full)}]"
-    if odd := [part for part in parts if part in HEADS and part not in wanted]:
+    if odd := [part for part in parts if part in KINDS and part not in wanted]:
         return f"train.parts has {odd[0]}, which algorithm={name} does not train; {fix}"
     if missing := [head for head in wanted if head not in parts]:
         return f"algorithm={name} trains {missing[0]}, which train.parts lacks; {fix}"
@@ -99,9 +101,8 @@ def _kept_samples(size: int, prompts: int, group: int, shape: Sequence[int]) -> 
     )
 
 
-def _rewritten(redundancy: float, entropy: float, novelty: float, needs: frozenset[str]) -> str:
-    uses = {"redundancy": redundancy, "entropy": entropy, "novelty": novelty}
-    used = next((use for use, value in uses.items() if value), None)
+def _rewritten(diversity: Mapping[str, Any], needs: frozenset[str]) -> str:
+    used = next((use for use in USES if diversity[use]), None)
     if used is None or "reward" not in needs:
         return ""
     return (
@@ -229,10 +230,7 @@ RULES = (
         " algorithm=nft, or sampler.rlg=1",
         when=lambda rlg, needs: rlg != 1 and needs & {"log_prob", "reward"},
     ),
-    Rule(
-        ("diversity.redundancy", "diversity.entropy", "diversity.novelty", "method.needs"),
-        _rewritten,
-    ),
+    Rule(("diversity", "method.needs"), _rewritten),
     Rule(
         ("draw.mode", "method.needs"),
         "{0} looks for groups whose rewards differ, and this method climbs the reward of each"

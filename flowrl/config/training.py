@@ -22,6 +22,7 @@ from flowrl.runtime.rule import read_above, read_when, read_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sigma = Annotated[float, Field(gt=0, le=1)]
+USES = ("redundancy", "entropy", "novelty")  # of diversity: what a value other than 0 turns on
 
 
 class DiversityConfig(Section):
@@ -106,7 +107,7 @@ class DiversityConfig(Section):
     @property
     def used(self) -> str | None:
         """The first use that is on."""
-        return next((u for u in ("redundancy", "entropy", "novelty") if getattr(self, u)), None)
+        return next((use for use in USES if getattr(self, use)), None)
 
 
 class LoraConfig(Section):
