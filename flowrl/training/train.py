@@ -70,10 +70,10 @@ def start(
 
     On a GPU the budget of the run comes first, since it costs seconds and a model may cost minutes.
     """
-    needed = None
-    if fit.this_gpu() is not None:
-        stated = config_of(Path(resume)) if cfg is None and resume else cfg
-        needed = fit.before(with_live_objects(stated, **live)[0])
+    if cfg is None and resume:
+        cfg = config_of(Path(resume))
+    gpu = fit.this_gpu() is not None
+    needed = fit.before(with_live_objects(cfg, **live)[0]) if gpu else None
     trainer = Trainer(cfg, resume=resume, accept_changes=accept_changes, **live)
     trainer.budget = needed
     return trainer
