@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 ODE, SDE = 0, 1
-Solver = Literal["euler", "dpm2"]  # of ODE edges
+Solver = Literal["euler", "dpm2"]  # how ODE edges are stepped
 
 
 def expand(value: Tensor, like: Tensor) -> Tensor:
@@ -27,13 +27,13 @@ def expand(value: Tensor, like: Tensor) -> Tensor:
 
 
 def fp64(like: Tensor, *values: Tensor | float) -> list[Tensor]:
-    """Values in fp64 on like's device, each (B, *L), (B,) or (), broadcasting against like (B, *L).
+    """Move values, each (B, *L), (B,) or (), to fp64 on like's device; they broadcast against like.
 
     A step computes in fp64 and rounds once: its coefficients are differences of nearly equal
     numbers. (Apple's GPUs have no fp64; there it is fp32.)
     """
     exact = torch.float32 if like.device.type == "mps" else torch.float64
-    # not blocking: the host would wait for all that the device has to do
+    # non_blocking: else the host would wait until the device has finished all its work
     to = {"device": like.device, "dtype": exact, "non_blocking": True}
     return [expand(torch.as_tensor(v).to(**to), like) for v in values]
 
@@ -58,9 +58,9 @@ class Transition:
         """Log-density of y (B, *L), detached, over latent dims where mask is true -> (B,).
 
         "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std
-        == 0 where mask is true -> ValueError; on a device, which would have to be waited for, the
-        density is infinite. What mask leaves out enters neither value nor
-        gradient, even if it is NaN; a row without any dim has log-density 0.
+        == 0 where mask is true -> ValueError on the CPU; on other devices the check would make the
+        host wait, so the density is infinite there. Dims where mask is false enter neither value
+        nor gradient, even if they are NaN; a row without any dim has log-density 0.
         """
         gap, std = y.detach().float() - self.mean, self.std
         if mask is not None:  # select before arithmetic: 0 * NaN is NaN
@@ -95,13 +95,14 @@ class Plan:
     eta: Tensor  # (E,) fp64, noise level of SDE edges, 0 on ODE edges
     trained: Tensor  # (E,) bool, subset of SDE edges
     sde: str = "flow_sde"  # module of flowrl.samplers that gives SDE transitions
-    solver: Solver = "euler"  # of ODE edges
+    solver: Solver = "euler"  # how ODE edges are stepped
     # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
     dpm_from: float = 1.0
-    # which roots share x_T: none, those of one prompt, all
+    # roots that share x_T: none ("sample"), those of one prompt ("group"), all ("batch")
     init: Literal["sample", "group", "batch"] = "sample"
-    sigma_cap: float | None = None  # Flow-SDE: stands in for a first sigma of 1
-    correlation: float | None = None  # BranchGRPO's s of correlated siblings; None: independent
+    sigma_cap: float | None = None  # stands in for a first sigma of 1 in Flow-SDE
+    # BranchGRPO's s, for correlated siblings; None: siblings are independent
+    correlation: float | None = None
 
     @cached_property
     def edges(self) -> int:
@@ -137,8 +138,8 @@ class PromptBatch:
     """Prompts of one iteration."""
 
     text: list[str]  # P prompts
-    ids: Tensor  # (P,) int64, stable over the run: places in the data
-    meta: list[dict[str, Any]]  # what rewards may read
+    ids: Tensor  # (P,) int64 places of the prompts in the data, stable over the run
+    meta: list[dict[str, Any]]  # P records that rewards may read
 
     def __len__(self) -> int:
         return len(self.text)
@@ -149,40 +150,41 @@ class Rollout:
     """Denoising trajectories as a forest: states are stored once, transitions are pairs of rows."""
 
     states: Tensor  # (M, *L) fp32, flow coordinates; read through `at`
-    prompt: Tensor  # (M,) int64, row of cond
-    state_sigma: Tensor  # (M,) fp64
-    src: Tensor  # (N,) int64 rows of states
-    dst: Tensor  # (N,) int64 rows of states
-    parent: Tensor  # (N,) int64 previous stored transition on the path, or -1
-    edge: Tensor  # (N,) int64 edge of the plan
-    sigma: Tensor  # (N,) fp64
-    sigma_next: Tensor  # (N,) fp64
-    eta: Tensor  # (N,) fp64
-    noise_key: Tensor  # (N,) int64
-    # (N,) fp32 under the behaviour policy; None: nothing stochastic was stored
+    prompt: Tensor  # (M,) int64, row of cond that each state belongs to
+    state_sigma: Tensor  # (M,) fp64, sigma of each state
+    src: Tensor  # (N,) int64, row of states where the transition starts
+    dst: Tensor  # (N,) int64, row of states where it ends
+    parent: Tensor  # (N,) int64, previous stored transition on the path, or -1
+    edge: Tensor  # (N,) int64, edge of the plan
+    sigma: Tensor  # (N,) fp64, sigma at src
+    sigma_next: Tensor  # (N,) fp64, sigma at dst
+    eta: Tensor  # (N,) fp64, noise level
+    noise_key: Tensor  # (N,) int64, key of the noise that was drawn
+    # (N,) fp32 log-density under the behaviour policy; None: nothing stochastic was stored
     log_prob: Tensor | None
-    trained: Tensor  # (N,) bool
-    leaf: Tensor  # (B,) int64 rows of states
-    leaf_edge: Tensor  # (B,) int64 last stored transition on the leaf's path, or -1
-    # (B,) int64 hash of (prompt key, copy, path): names a sample wherever it lies in the batch
+    trained: Tensor  # (N,) bool, the loss trains this transition
+    leaf: Tensor  # (B,) int64, row of states that holds the final state
+    leaf_edge: Tensor  # (B,) int64, last stored transition on the leaf's path, or -1
+    # (B,) int64, hash of (prompt key, copy, path): names a sample wherever it lies in the batch
     leaf_key: Tensor
-    group: Tensor  # (B,) int64 row of cond: leaves of one prompt are one group
-    tree: Tensor  # (B,) int64 which root (copy, root) the leaf grew from
+    group: Tensor  # (B,) int64, row of cond: leaves of one prompt are one group
+    tree: Tensor  # (B,) int64, number of the root (copy, root) that the leaf grew from
     plan: Plan  # the forest that every copy of a prompt grew
-    nfe: int  # rows that went through the network (x branches of guidance not counted)
+    nfe: int  # number of rows that went through the network (x branches of guidance not counted)
     cond: Any = None  # the P prompts as the policy encoded them (Cond); None without a policy
-    guidance: float | str = "none"  # with which states were sampled, see Policy.velocity
-    start_key: Tensor | None = None  # (B,) int64 of each leaf's initial noise; None: from files
+    guidance: float | str = "none"  # guidance with which states were sampled, see Policy.velocity
+    # (B,) int64, key of each leaf's initial noise; None: it came from files
+    start_key: Tensor | None = None
 
     def at(self, rows: Tensor) -> Tensor:
         """Return the states (n, *L) of these rows (n,), on the device of the rows: with
-        batch.states=host they are kept elsewhere."""
+        batch.states=host the states are kept in host memory."""
         return self.states[rows.to(self.states.device)].to(rows.device)
 
     @property
     def leaves(self) -> Tensor:
-        """(B, *L) final states, where states are kept; of a policy's rollout, the data at sigma 0
-        that `decode` shows."""
+        """(B, *L) final states, on the device where states are kept; in a policy's rollout they are
+        the data at sigma 0 that `decode` shows."""
         return self.states[self.leaf.to(self.states.device)]
 
 
@@ -190,10 +192,11 @@ class Rollout:
 class MediaContext:
     """Optional columns a reward may declare in `needs`; absent ones are None."""
 
-    meta: list[dict[str, Any]] | None = None  # B records: what the prompts' source knows of each
-    group: Tensor | None = None  # (B,)
-    source: Tensor | None = None  # (B, 3, H, W)
-    actions: Tensor | None = None  # (B, ...), of world models: what was done in each clip
+    # B records: facts that the prompts' source gives about each
+    meta: list[dict[str, Any]] | None = None
+    group: Tensor | None = None  # (B,) group number of each sample
+    source: Tensor | None = None  # (B, 3, H, W) images that the samples edit or animate
+    actions: Tensor | None = None  # (B, ...) actions in each clip of a world model
     reference: Tensor | None = None  # (B, 3, H, W) or (B, F, 3, H, W) media to compare with
 
 
@@ -202,31 +205,30 @@ class Rewards:
     """Scores of B samples: each part as the reward gave it, and their weighted sum."""
 
     raw: dict[str, Tensor]  # name -> (B,) fp32
-    weights: dict[str, float]  # of each reward in the total, at this iteration
-    total: Tensor  # (B,) fp32, NaN where invalid
-    valid: Tensor  # (B,) bool
-    # name -> (B,) fp32 of rewards that depend on others: what weights multiply in place of raw
+    weights: dict[str, float]  # weight of each reward in the total, at this iteration
+    total: Tensor  # (B,) fp32 weighted sum, NaN where invalid
+    valid: Tensor  # (B,) bool, every reward gave a score
+    # name -> (B,) fp32 scores of rewards that depend on others: weights multiply these, not `raw`
     counted: dict[str, Tensor] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # first message of each failed chunk or sample
-    # samples without a score by why, kinds of rewards/core/failures.py; rewards of weight 0 apart
+    # reason -> samples without a score, see rewards/core/failures.py; rewards of weight 0 apart
     kinds: dict[str, int] = field(default_factory=dict)
-    # (B, d) fp32 of the media, NaN where they were not shown; None: diversity.features is not set
+    # (B, d) fp32 features of the media, NaN where there are none; None: diversity.features not set
     features: Tensor | None = None
-    # detector -> (B,) or (B, D) fp32: what watch.detectors read off the samples; NaN where a pixel
-    # is not finite
+    # detector -> (B,) or (B, D) fp32 reading of watch.detectors; NaN where a pixel is not finite
     seen: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def terms(self) -> dict[str, Tensor]:
-        """What weights multiply, name -> (B,) fp32."""
+        """Return the scores that weights multiply, name -> (B,) fp32."""
         return self.raw | self.counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """What each sample, or each step of it, is worth to the update."""
+    """How much each sample, or each step of it, is worth to the update."""
 
-    leaf: Tensor  # (B,) fp32
+    leaf: Tensor  # (B,) fp32 advantage of each sample
     transition: Tensor | None = None  # (N,) fp32, for methods that train transitions
 
 
@@ -234,8 +236,8 @@ class Advantages:
 class LossOutput:
     """Sums over the rows given; the caller divides them by the weight of the update."""
 
-    loss: Tensor  # ()
-    metrics: dict[str, Tensor]  # detached scalars, (), summed likewise
+    loss: Tensor  # () sum that the optimizer minimises
+    metrics: dict[str, Tensor]  # name -> () detached sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ class Columns:
     micro-batch."""
 
     data: dict[str, Tensor]  # name -> (n, ...), each a column
-    # copies on the CPU of what the host reads, so that it waits for no device
+    # name -> copy on the CPU of a column that the host reads, so that it waits for no device
     near: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

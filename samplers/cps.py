@@ -32,6 +32,6 @@ def transition(
 def log_prob(transition: Transition, y: Tensor) -> Tensor:
     """Flow-CPS's surrogate -mean((y - mean)^2) over latent dims: y (B, *L), detached -> (B,).
 
-    Without the Gaussian's 1 / (2 std^2).
+    It leaves out the Gaussian's 1 / (2 std^2).
     """
     return -(y.detach().float() - transition.mean).square().flatten(1).mean(1)

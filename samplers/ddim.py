@@ -21,9 +21,10 @@ def transition(
     norm2 = (1 - sigma) ** 2 + sigma**2  # 1 / (a + b)^2
     norm2_next = (1 - sigma_next) ** 2 + sigma_next**2
     a2, a2_next = (1 - sigma) ** 2 / norm2, (1 - sigma_next) ** 2 / norm2_next
-    var = eta**2 * (1 - a2_next) / (1 - a2) * (1 - a2 / a2_next)  # in VP coordinates
+    var = eta**2 * (1 - a2_next) / (1 - a2) * (1 - a2 / a2_next)  # variance in VP coordinates
     std2 = var * norm2_next
-    on_eps = (sigma_next**2 - std2).clamp(min=0).sqrt()  # below 0 by rounding only, eta <= 1
+    # clamp: rounding alone can make it negative, as eta <= 1
+    on_eps = (sigma_next**2 - std2).clamp(min=0).sqrt()
     x0 = x - sigma * v
     eps = x + (1 - sigma) * v
     mean = (1 - sigma_next) * x0 + on_eps * eps

@@ -34,7 +34,7 @@ def step(
         return euler
     lam, lam_next, lam_prev = ((1 - s).log() - s.log() for s in (sigma, sigma_next, sigma_prev))
     h, h_prev = lam_next - lam, lam - lam_prev
-    # alpha' (1 - e^-h) / (2 r0), r0 = h_prev / h
+    # = alpha' (1 - e^-h) / (2 r0), r0 = h_prev / h; expm1 keeps digits where h is small
     weight = -(1 - sigma_next) * torch.expm1(-h) * 0.5 * h / h_prev
     weight = torch.where((sigma_next > 0) & (sigma_prev < 1), weight, 0.0)
     x0 = x - sigma.float() * v

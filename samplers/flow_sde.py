@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flowrl.types import Transition, fp64
 
-# From here up sigma counts as 1: UniPC's grids begin at 1 - 1e-6, where the noise level would be
-# finite and absurd.
+# A sigma from here on counts as 1: UniPC's grids begin at 1 - 1e-6, where the noise level would be
+# finite but absurdly high.
 AT_ONE = 1 - 1e-3
 
 

@@ -78,7 +78,7 @@ def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "c
 
 
 def uniform(keys: Tensor | int) -> Tensor:
-    """Uniform on [0, 1): keys int64 -> fp64, same shape. From 53 bits of a further hash."""
+    """Uniform on [0, 1): keys int64 -> fp64, same shape, from 53 bits of a further hash."""
     keys = torch.as_tensor(keys)
     upper = (_mix(_bits(keys)) >> _11).astype(np.float64)
     return torch.from_numpy(upper / (1 << 53)).to(keys.device).reshape(keys.shape)

@@ -18,9 +18,9 @@ def transition(
 ) -> Transition:
     """ReinFlow step (arXiv:2505.22094, eq. 7): N(x + (s' - s) v, diag std^2), at s' = 0 too.
 
-    v, x: (B, *L), v = eps - x0. 0 <= sigma_next < sigma <= 1, shaped () or (B,). std: of the step
-    as it is, not times a root of its length; (B, C, 1, ...), or what broadcasts so. eta: the upper
-    bound that std was made with, () or (B,).
+    v, x: (B, *L), v = eps - x0. 0 <= sigma_next < sigma <= 1, shaped () or (B,). std: the step's
+    std itself, not multiplied by a root of its length; (B, C, 1, ...), or a shape that broadcasts
+    to it. eta: the upper bound that std was made with, () or (B,).
     """
     v, x, sigma, sigma_next = fp64(x, v, x, sigma, sigma_next)
     return Transition(mean=(x + (sigma_next - sigma) * v).float(), std=std.float())

@@ -43,7 +43,8 @@ class PlanBuilder:
         if init not in ("sample", "group", "batch"):
             raise ValueError(f'init="{init}" is unknown; choose "sample", "group" or "batch"')
         self.eta, self.sde, self.init = float(eta), sde_name, init
-        self.rows: list[tuple[int, int, int, bool]] = []  # of each edge: parent, start, end, noisy
+        # a row per edge: parent, first and last place in sigmas, is it noisy
+        self.rows: list[tuple[int, int, int, bool]] = []
 
     @property
     def steps(self) -> int:
@@ -73,7 +74,7 @@ class PlanBuilder:
 
     @property
     def sigma_cap(self) -> float | None:
-        """What stands in for a first sigma of 1, for steps that divide by 1 - sigma."""
+        """Return the value in place of a first sigma of 1, for steps that divide by 1 - sigma."""
         at_one = float(self.sigmas[0]) > flow_sde.AT_ONE
         capped = sdes.find(self.sde).capped
         return float(self.sigmas[1]) if capped and self.steps > 1 and at_one else None
@@ -107,7 +108,7 @@ def full(
 ) -> Plan:
     """Flow-GRPO, DanceGRPO: every step but the last is SDE and trained. NFE T, trained T-1.
 
-    last: the last one too, for noise that does not vanish there (ReinFlow).
+    last: the last step is SDE, too, for noise that does not vanish there (ReinFlow).
     """
     edges = PlanBuilder(sigmas, eta, sde, init)
     edges.chain(-1, range(edges.steps), noisy=lambda i: last or i < edges.steps - 1)
@@ -123,7 +124,7 @@ def ode(
 ) -> Plan:
     """Deterministic sampling (DiffusionNFT's rollout, evaluation): no edge is noisy. NFE T.
 
-    kept: a step whose both ends are kept for the loss, as those of trained steps are.
+    kept: a step whose two ends are stored for the loss, like those of trained steps.
     """
     edges = PlanBuilder(sigmas, 0.0, "flow_sde", init)
     edges.chain(-1, range(edges.steps))
@@ -378,12 +379,12 @@ def nfe(plan: Plan, copies: int = 1) -> int:
     """Count the distinct states that the network sees for `copies` copies of the plan on one
     prompt.
 
-    Times the branches of guidance, that is network rows. Counted on the table: copies or roots that
-    share x_T also share every state reached from it by ODE edges alone.
+    Multiply by the branches of guidance to get network rows. The count reads the table: copies or
+    roots that share x_T also share every state that ODE edges alone reach from it.
     """
     shares = plan.init != "sample"
-    nodes: dict[tuple, int] = {}  # what leads to a node -> its number
-    common: dict[int, bool] = {}  # number of a node -> is it one for all copies
+    nodes: dict[tuple, int] = {}  # way that leads to a node -> number of the node
+    common: dict[int, bool] = {}  # number of a node -> do all copies share it?
     after: list[int] = []  # number of the node that each edge leads to
     sources = set()
     leaf_edges = set(plan.leaf_edges.tolist())
@@ -393,7 +394,7 @@ def nfe(plan: Plan, copies: int = 1) -> int:
         source = after[p] if p >= 0 else nodes.setdefault(("x_T", root), len(nodes))
         common.setdefault(source, shares)
         sources.add(source)
-        # the node where it ends: one for all equal ODE edges from there
+        # the node where it ends; equal ODE edges from one node end in one node
         deterministic = int(plan.kind[e]) == ODE
         step = (float(plan.sigma[e]), float(plan.sigma_next[e]), e in leaf_edges)
         way = (source, *step) if deterministic else (source, e)

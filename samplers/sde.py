@@ -1,10 +1,11 @@
 """Find the stochastic step that a plan names, which is the same in rollout and loss.
 
 A name is a module of this folder, an entry point in the group flowrl.samplers, or
-"path/to/file.py:NAME". What it stands for is `transition`, a function as in flow_sde.py: (v, x,
-sigma, sigma_next, *, eta) -> Transition, or a module that has it, and `log_prob` where the step's
-density is not the Gaussian's own. A transition with an argument `sigma_cap` is given the schedule's
-second sigma, for a first one of 1; one with an argument `std` the noise that the policy learned.
+"path/to/file.py:NAME". It gives `transition`, a function as in flow_sde.py: (v, x, sigma,
+sigma_next, *, eta) -> Transition, or a module that has it, and `log_prob` where the step's density
+is not the Gaussian's own. A transition with an argument `sigma_cap` is given the schedule's second
+sigma, which stands in for a first one of 1; one with an argument `std` the noise that the policy
+learned.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ GROUP = "flowrl.samplers"
 
 @dataclass(frozen=True, slots=True)
 class Sde:
-    """A stochastic step: its function, and what that takes."""
+    """A stochastic step: its function, and the arguments that this takes."""
 
     transition: Callable[..., Transition]  # (v, x, sigma, sigma_next, *, eta) -> Transition
-    # (step, y) -> (n,); None: the Gaussian's own
+    # (step, y) -> (n,) log-density; None: the Gaussian's own
     log_prob: Callable[[Transition, Tensor], Tensor] | None
-    capped: bool  # takes sigma_cap
-    learned: bool  # takes std, which a policy learns
+    capped: bool  # it takes sigma_cap
+    learned: bool  # it takes std, which a policy learns
 
 
 def choices() -> list[str]:
@@ -51,7 +52,7 @@ def choices() -> list[str]:
 
 @functools.cache
 def find(name: str) -> Sde:
-    """Return the step of a name; ValueError for an unknown name, or for what cannot be a step."""
+    """Return the step of a name; ValueError if it is unknown or cannot be a step."""
     if name in SDES:
         return _sde(SDES[name], SDES[name].transition)
     what = f'sde "{name}"'
@@ -66,7 +67,7 @@ def find(name: str) -> Sde:
 def _sde(found: Any, transition: Callable[..., Transition]) -> Sde:
     try:
         taken = set(inspect.signature(transition).parameters)
-    except (TypeError, ValueError):  # no function, which the trial says
+    except (TypeError, ValueError):  # not a function: `_try_out` refuses it with a sentence
         taken = set()
     own = getattr(found, "log_prob", None)
     return Sde(transition, own, capped="sigma_cap" in taken, learned="std" in taken)
@@ -85,7 +86,7 @@ def _try_out(own: Sde, what: str) -> None:
         valid = isinstance(step, Transition) and step.mean.shape == x.shape
         valid = valid and step.mean.dtype == step.std.dtype == torch.float32
         valid = valid and torch.broadcast_shapes(step.std.shape, x.shape) == x.shape
-    except Exception as error:  # whatever a user's function does
+    except Exception as error:  # a user's function may raise anything
         raise ValueError(
             f"{expected}; tried on two rows: {type(error).__name__}: {error}"
         ) from error

@@ -58,13 +58,14 @@ def grow(
 
     level, at_root = forest.roots(rows, init)
     assert level.x.shape[1:] == tuple(shape), f"noise gave {tuple(level.x.shape)}, not {shape}"
-    at = torch.empty(len(rows), plan.edges, dtype=torch.int64)  # where an edge ends in its level
+    # (copies, E) row in its level where an edge ends
+    at = torch.empty(len(rows), plan.edges, dtype=torch.int64)
     nfe = 0
     for depth in range(int(plan.depth.max()) + 1):
         edges = torch.nonzero(plan.depth == depth).flatten()
         source = at_root[:, plan.root[edges]] if depth == 0 else at[:, plan.parent[edges]]
         used, source = torch.unique(source, return_inverse=True)
-        if len(used) < len(level.row):  # the others are leaves
+        if len(used) < len(level.row):  # nodes that are not in use are leaves
             level = level.take(used)
         v = evaluate(velocity, level, micro)
         nfe += len(v)
@@ -101,7 +102,7 @@ class Forest:
         self, level: Level, v: Tensor, edges: Tensor, source: Tensor
     ) -> tuple[Level, Tensor]:
         """Walk `edges` from rows `source` (R, edges) -> next level, its rows at their ends."""
-        # Edges that lead to one node are walked once.
+        # edges that lead to one node are walked once
         first, place = distinct(self.names.node[:, edges].flatten())
         copy, edge, start = first // len(edges), edges[first % len(edges)], source.flatten()[first]
         before = level.take(start)
@@ -139,7 +140,7 @@ class Forest:
     def straight(self, before: Level, v: Tensor, edge: Tensor) -> Tensor:
         """Walk ODE edges. The last edge of a path, and one without history, are first-order."""
         x, sigma, sigma_next = before.x, before.sigma, self.plan.sigma_next[edge]
-        if before.x0 is None:  # Euler
+        if before.x0 is None:  # no node has a history, so every step is first-order: Euler
             return x + expand(sigma_next - sigma, x).to(x, non_blocking=True) * v
         second_order = (sigma <= self.plan.dpm_from) & ~self.kept.is_leaf[edge]
         history = torch.where(second_order, before.sigma_x0, 1.0)
@@ -152,7 +153,8 @@ class Forest:
         std = None if self.std is None else self.std(sigma, before.row, eta)
         step = sde.transition(plan, v, before.x, sigma, sigma_next, eta, std)
         xi = own_noise(self.noise, names.path[copy, edge])
-        if plan.correlation is not None:  # (xi_0 + s eta_b) / sqrt(1 + s^2), BranchGRPO
+        # BranchGRPO: (xi_0 + s eta_b) / sqrt(1 + s^2) has variance 1
+        if plan.correlation is not None:
             s, shared = plan.correlation, key("siblings", names.parent_path[copy, edge])
             xi = (self.noise(shared) + s * xi) / (1 + s * s) ** 0.5
         y = step.sample(xi)

@@ -1,1 +1,1 @@
-"""What the transitions share."""
+"""Code that transitions, plans and the engine share."""

@@ -16,12 +16,12 @@ from flowrl.types import NO_DENSITY, ODE, Plan, Rollout
 class Level:
     """n nodes at one depth, with what their children need."""
 
-    x: Tensor  # (n, *L) fp32
+    x: Tensor  # (n, *L) fp32 states
     row: Tensor  # (n,) row of the conditioning
     sigma: Tensor  # (n,) fp64
     stored: Tensor  # (n,) row among the kept states, -1: not kept
     x0: Tensor | None  # (n, *L) the solver's history: the data prediction one node before
-    sigma_x0: Tensor  # (n,) fp64 where it was made; 1: no history
+    sigma_x0: Tensor  # (n,) fp64 sigma where x0 was predicted; 1: no history
 
     @classmethod
     def first(cls, x: Tensor, row: Tensor, sigma: Tensor) -> Level:
@@ -30,8 +30,8 @@ class Level:
         return cls(x=x, row=row, sigma=sigma, stored=stored, x0=None, sigma_x0=none)
 
     def take(self, rows: Tensor) -> Level:
-        """Return the nodes at `rows`, in that order; the level itself where these are all, in
-        order."""
+        """Return the nodes at `rows`, in that order; if these are all nodes in order, return the
+        level itself."""
         if is_all(rows, len(self.row)):
             return self
         there = rows.to(self.x.device, non_blocking=True)
@@ -101,8 +101,8 @@ def spell(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Kept:
-    """The states that losses and rewards will read, and the transitions between them. host: states
-    go to host memory as they come, the other columns do not."""
+    """The states that losses and rewards will read, and the transitions between them. host: each
+    state goes to host memory as soon as it is made; the other columns stay."""
 
     def __init__(self, plan: Plan, rows: Tensor, names: NodeKeys, *, host: bool = False) -> None:
         self.plan, self.rows, self.names, self.host = plan, rows, names, host
@@ -119,7 +119,7 @@ class Kept:
         which = torch.unique(which)
         which = which[level.stored[which] < 0]
         level.stored[which] = torch.arange(self.size, self.size + len(which))
-        own = replace(level, x0=None).take(which)  # losses know no solver
+        own = replace(level, x0=None).take(which)  # without x0: losses read no solver history
         self.levels.append(replace(own, x=own.x.cpu()) if self.host else own)
         self.size += len(which)
 
@@ -145,7 +145,7 @@ class Kept:
         self.keep(after, place[:, ends])
         self.src[:, edges[trained]] = before.stored[source[:, trained]]
         self.dst[:, edges[ends]] = after.stored[place[:, ends]]
-        # log-probs stay on their device: to fetch them would be to wait for it
+        # log-probs stay on their device: fetching them would make the host wait
         device = log_prob.device
         self.log_prob = self.log_prob.to(device, non_blocking=True)
         columns, rows = (t.to(device, non_blocking=True) for t in (edges, place))
@@ -180,7 +180,8 @@ class Kept:
         states = torch.cat([level.x for level in self.levels])
         device = self.log_prob.device if self.host else states.device
         log_prob = self.log_prob.to(device)[:, trained.to(device)].flatten()
-        if bool((log_prob == torch.inf).any()):  # on a device, nobody waited to see it
+        # `log_prob` marks std == 0 by inf on a device, where a check would have made the host wait
+        if bool((log_prob == torch.inf).any()):
             raise ValueError(NO_DENSITY)
         return Rollout(
             states=states,
@@ -194,7 +195,7 @@ class Kept:
 def trained_above(plan: Plan, trained: Tensor) -> tuple[Tensor, Tensor]:
     """Find for each edge (E,) the last trained edge at or above it, and the last one above it.
 
-    As places among `trained`; -1: none.
+    Both are places among `trained`; -1: none.
     """
     last = torch.full((plan.edges,), -1)
     last[trained] = torch.arange(len(trained))

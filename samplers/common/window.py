@@ -31,10 +31,11 @@ def window_start(
     saved.
 
     The window of `size` steps stays inside [low, high); high None: steps - 1, the last step is ODE.
-    progressive: moves on by `stride` every `every` iterations and returns to `low` at the end.
-    decay: the same, with a stay of max(every_min, int(every (1 - l/M) + every_min l/M)) at position
-    l, M = steps - 2. exp_decay: with a stay of ceil(every exp(-rate max(l - knee, 0))). random:
-    uniform at each iteration (Flow-GRPO-Fast). geometric: see geometric_place. frozen: always low.
+    progressive: the window moves on by `stride` every `every` iterations and returns to `low` at
+    the end. decay: the same, but it stays max(every_min, int(every (1 - l/M) + every_min l/M))
+    iterations at position l, M = steps - 2. exp_decay: it stays ceil(every exp(-rate max(l - knee,
+    0))). random: uniform at each iteration (Flow-GRPO-Fast). geometric: see geometric_place.
+    frozen: always low.
     """
     high = steps - 1 if high is None else high
     check_window(steps, size, low, high)
@@ -45,7 +46,7 @@ def window_start(
         u = float(keys.uniform(keys.key("window", seed, iteration)))
         places = high - size - low + 1
         return low + (int(u * places) if schedule == "random" else geometric_place(u, places, rate))
-    end = max(steps - 2, 1)  # of the schedule, whatever range the window has
+    end = max(steps - 2, 1)  # M counts the schedule's steps, whatever range the window has
     stays: dict[str, Callable[[int], int]] = {
         "progressive": lambda l: every,
         "decay": lambda l: max(every_min, int(every * (1 - l / end) + every_min * l / end)),
@@ -83,7 +84,7 @@ def check_window(steps: int, size: int, low: int, high: int) -> None:
 
 
 def geometric_place(u: float, places: int, rate: float) -> int:
-    """Place i of n with probability (1-r) r^i / (1 - r^n), r = rate, where u in [0, 1) falls.
+    """Map u in [0, 1) to place i of n, which has probability (1-r) r^i / (1 - r^n), r = rate.
 
     A small rate prefers early places (TreeGRPO, arXiv:2512.08153: 0.5).
     """
@@ -93,7 +94,7 @@ def geometric_place(u: float, places: int, rate: float) -> int:
             " would be schedule random"
         )
     place = int(math.log1p(-u * (1 - rate**places)) / math.log(rate))
-    return min(place, places - 1)  # rounding may reach n
+    return min(place, places - 1)  # rounding of the logarithms may reach `places`
 
 
 def position_at(iteration: int, positions: range, stay: Callable[[int], int]) -> int:
