@@ -1,1 +1,1 @@
-"""What runs stand on: log, run folder, checkpoints, processes, signals, plugins, statistics."""
+"""Services that runs use: log, run folder, checkpoints, processes, signals, plugins, statistics."""

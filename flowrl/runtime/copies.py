@@ -1,5 +1,5 @@
-"""Copies for code that somebody else wrote, such as a user's reward: what it writes into its
-arguments harms nobody else."""
+"""Copies for code that somebody else wrote, such as a user's reward: a change to its arguments
+harms nobody else."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ def own(value: Any) -> Any:
     if isinstance(value, WRITABLE):
         return copy.deepcopy(value)
     if isinstance(value, dict):
-        out = copy.copy(value)  # keeps the class
+        out = copy.copy(value)  # copy.copy keeps the class, which may be a subclass of dict
         out.update({key: own(entry) for key, entry in value.items()})
         return out
     if isinstance(value, list):
         return [own(entry) for entry in value]
     if isinstance(value, tuple):
-        return getattr(type(value), "_make", tuple)(map(own, value))  # named ones stay named
+        # a named tuple stays a named tuple
+        return getattr(type(value), "_make", tuple)(map(own, value))
     if is_dataclass(value) and not isinstance(value, type):
         given = {f.name: own(getattr(value, f.name)) for f in fields(value) if f.init}
         return replace(value, **given)

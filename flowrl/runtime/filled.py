@@ -8,8 +8,8 @@ import pydantic
 
 
 class Filled(pydantic.BaseModel):
-    """Settings in which an empty text, as of a variable that is not set, is a ValueError wherever a
-    setting may be none."""
+    """Settings that refuse an empty text where they allow None: it often comes from a variable of
+    the environment that is not set."""
 
     @pydantic.field_validator("*", mode="before")
     @classmethod

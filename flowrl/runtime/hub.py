@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-# Commits of repositories that our configs and rewards name; owner/repo@main asks for the newest.
+# commits of the repositories that our configs and rewards name; owner/repo@main asks for the newest
 PINNED = {
     "Qwen/Qwen-Image": "75e0b4be04f60ec59a75f475837eced720f823b6",
     "Qwen/Qwen2-VL-2B-Instruct": "895c3a49bc3fa70a340399125c650a463535e71c",
@@ -35,7 +35,7 @@ _used: dict[str, str] = {}
 def split(source: str) -> tuple[str, str | None]:
     """Split a source into (owner/repo, revision); revision is None where the newest is asked for.
 
-    Nothing after the @ -> ValueError.
+    No text after the @ -> ValueError.
     """
     name, at, revision = source.partition("@")
     if at and not revision.strip():
@@ -46,15 +46,14 @@ def split(source: str) -> tuple[str, str | None]:
 
 
 def options(source: str) -> dict[str, str]:
-    """The options that from_pretrained and its like take beside the name: {"revision": ...}, or
-    none."""
+    """Options that from_pretrained and similar functions take beside the name: {"revision": ...},
+    or none."""
     revision = split(source)[1]
     return {} if revision is None else {"revision": revision}
 
 
 def note(source: str, *, dataset: bool = False) -> None:
-    """Remember the commit of what was just loaded from the hub, which this machine's cache
-    knows."""
+    """Remember the commit of what was just loaded from the hub; this machine's cache knows it."""
     name, revision = split(source)
     revision = revision or "main"
     _used[f"datasets/{name}" if dataset else name] = _commit(name, revision, dataset) or revision

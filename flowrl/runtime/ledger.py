@@ -22,17 +22,17 @@ from torch.utils.flop_counter import flop_registry
 
 from flowrl.runtime.memory import note_phase
 
-# latents, rollout, samples, noise level of the latents -> rewards (n,)
+# (latents, rollout, samples, noise level of the latents) -> rewards (n,)
 RewardOf = Callable[[Tensor, Any, Tensor, float], Tensor]
-# dense bf16 FLOP/s, from the vendors' sheets
+# dense bf16 FLOP/s, according to the vendors' sheets
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts by torch's own formulas and lets every operator through as it is.
+    """Counts FLOPs by torch's own formulas and runs every operator unchanged.
 
-    torch's FlopCounterMode decomposes some, silu_backward among them. They round differently, and
-    the first iteration of a resumed run would not be the one it repeats.
+    torch's FlopCounterMode decomposes some operators, silu_backward among them. They round
+    differently, and the first iteration of a resumed run would differ from the one it repeats.
     """
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class FlopCounter(TorchDispatchMode):
 
 
 class Ledger:
-    """Books one iteration at a time. device: what to synchronise with; peak: FLOP/s for the mfu,
-    None: from PEAK_FLOPS by the device's name."""
+    """Books one iteration at a time. device: the device to synchronise with; peak: FLOP/s for the
+    mfu, None: looked up in PEAK_FLOPS by the device's name."""
 
     def __init__(self, device: torch.device | str = "cpu", *, peak: float | None = None) -> None:
         self.device = torch.device(device)
@@ -59,7 +59,7 @@ class Ledger:
             device_name = torch.cuda.get_device_name(self.device)
             peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
         self.peak = peak
-        # (phase, kind, call), measured at the first call
+        # (phase, kind, call) -> FLOPs per network row, measured at the first call
         self.flops_per_row: dict[tuple[str, str, str], float] = {}
         self.stack: list[str] = []
         self.reset()
@@ -67,11 +67,12 @@ class Ledger:
     def reset(self) -> None:
         """Forget what was booked and start an iteration's clock; not inside a phase."""
         assert not self.stack, f"phase {self.stack} is open"
-        self.time: dict[str, float] = defaultdict(float)  # of a phase, without the phases inside it
-        self.kinds: dict[str, float] = defaultdict(float)  # seconds a kind of work
+        # phase -> seconds, without the phases inside it
+        self.time: dict[str, float] = defaultdict(float)
+        self.kinds: dict[str, float] = defaultdict(float)  # kind of work -> seconds
         self.nfe: dict[str, int] = defaultdict(int)
-        self.memory: dict[str, int] = defaultdict(int)  # peak bytes a phase
-        self.flops: dict[str, float] = defaultdict(float)  # a phase
+        self.memory: dict[str, int] = defaultdict(int)  # phase -> peak bytes
+        self.flops: dict[str, float] = defaultdict(float)  # phase -> FLOPs
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         if self.cuda:
@@ -160,11 +161,11 @@ class Ledger:
         if new := compiled_graphs() - self.graphs:
             out["compile/graphs"] = float(new)
         out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
-        # Peak memory of the device; on a CPU, the process's highest resident size so far.
+        # peak memory of the device; on a CPU, the process's highest resident size so far
         if self.cuda:
             highest = max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()])
         else:
-            unit = 1 if sys.platform == "darwin" else 1024  # bytes in ru_maxrss
+            unit = 1 if sys.platform == "darwin" else 1024  # number of bytes in a unit of ru_maxrss
             highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         out["memory/peak_gb"] = highest / 2**30
         self.reset()
@@ -184,8 +185,8 @@ class Ledger:
         self.mark = now
 
     def _now(self) -> Any:
-        """The present moment: an event on a GPU, which would stall if each change of phase waited
-        for it; events are read at the end of the iteration."""
+        """Return the present moment. On a GPU it is an event, read at the end of the iteration: the
+        GPU would stall if each change of phase waited for it."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -194,16 +195,16 @@ class Ledger:
 
 
 def compiled_graphs() -> int:
-    """Graphs that torch has compiled in this process so far."""
+    """Count the graphs that torch has compiled in this process so far."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
 
 
 class CountedPolicy:
-    """A policy whose network calls are booked: what objectives and sampling engines call.
+    """A policy whose network calls are booked; objectives and sampling engines call it.
 
-    policy: a flowrl.policy.Policy. autocast: makes the context of its forward. backward: what adds
-    up gradients. phase: where calls count; None: "update" with gradient, "reference" without.
+    policy: a flowrl.policy.Policy. autocast: makes the context of its forward. backward: adds up
+    gradients. phase: where calls count; None: "update" with gradient, "reference" without.
     """
 
     def __init__(
@@ -217,14 +218,14 @@ class CountedPolicy:
     ) -> None:
         self.policy, self.ledger, self.phase = policy, ledger, phase
         self.autocast, self.add_gradient = autocast, backward
-        self.rows = 0  # of the newest forward
-        self.backwards = False  # whether a gradient is being added up
-        # the reward of this iteration's samples, for methods that climb it
+        self.rows = 0  # number of network rows in the newest forward
+        self.backwards = False  # true while a gradient is being added up
+        # reward of this iteration's samples, for methods that climb it
         self.reward_of: RewardOf | None = None
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor, **options: Any) -> Tensor:
         """See Policy.velocity."""
-        if self.backwards:  # computed again for its gradient, which is booked already
+        if self.backwards:  # recomputed inside a backward, whose cost is booked already
             with self.autocast():
                 return self.policy.velocity(x, sigma, cond, rows, **options)
         if getattr(self.policy, "compiled", None):
@@ -248,8 +249,8 @@ class CountedPolicy:
         return self.policy.initial(*place)
 
     def reward(self, x: Tensor, rollout: Any, samples: Tensor, sigma: float = 0.0) -> Tensor:
-        """The reward (n,) of latents x (n, *L) at sigma, put in the place of these samples' (n,),
-        with a gradient."""
+        """Return the rewards (n,), with a gradient, of latents x (n, *L) at sigma that replace
+        those of these samples (n,)."""
         assert self.reward_of is not None, "this method was not given rewards to climb"
         with self.ledger.work("reward"), self.autocast():
             return self.reward_of(x, rollout, samples, sigma)

@@ -1,4 +1,4 @@
-"""What a run says to people: messages, a live bar on terminals, plain lines elsewhere."""
+"""Output of a run for people: messages, a live bar on terminals, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def setup(level: str = "INFO", *, libraries: bool = False) -> None:
     """Send flowrl's messages to stderr through rich; diffusers and transformers report errors
     only, without progress bars.
 
-    libraries: leave those as they are.
+    libraries: leave their messages as they are.
     """
     from rich.logging import RichHandler
 
@@ -43,7 +43,7 @@ def setup(level: str = "INFO", *, libraries: bool = False) -> None:
     logger.setLevel(level)
 
 
-# What importing torchao and bitsandbytes says, of which nothing follows: where, and its words.
+# Messages without consequence when torchao and bitsandbytes are imported: logger -> their words.
 CHATTER = {
     "torch.utils._pytree": "is now natively supported by torch.compile",
     "bitsandbytes.backends.cpu.ops": "from kernels-community",
@@ -62,7 +62,7 @@ for _name, _words in CHATTER.items():
 def _hush() -> list[tuple[Any, int, bool]]:
     """Let diffusers and transformers report errors only, and show no progress bars.
 
-    -> how they were before: (logging, verbosity, bars).
+    Return their earlier settings: (logging, verbosity, bars).
     """
     import diffusers
     import transformers
@@ -109,7 +109,7 @@ class Progress:
         self.show = show
         self.live = show and sys.stderr.isatty()
         self.last = -math.inf
-        # when the first iteration here ended; what came before says nothing of the rest
+        # (time, iteration) when the first iteration here ended; start-up does not count
         self.first: tuple[float, int] | None = None
 
     def __enter__(self) -> Progress:
@@ -152,7 +152,7 @@ class Progress:
             _console().print(line, soft_wrap=True, highlight=False)
 
     def _left(self, now: float, iteration: int) -> str:
-        """Seconds left at the pace of this process; "" before there is one."""
+        """Estimate the time left from the pace of this process; "" before there is one."""
         assert self.first is not None
         began, start = self.first
         if iteration <= start:

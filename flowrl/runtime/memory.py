@@ -1,4 +1,4 @@
-"""What says that memory ran out, and what helps. torch has a class for GPUs only."""
+"""Recognise that memory ran out, and say what helps. torch has a class for GPUs only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from flowrl.runtime.text import printable
 
-SIGNS = (  # in messages of torch, CUDA, numpy and the system
+SIGNS = (  # phrases in messages of torch, CUDA, numpy and the system
     "out of memory",
     "allocate memory",
     "not enough memory",
@@ -25,7 +25,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Note on an error of memory in which phase it came; of nested phases the innermost counts."""
+    """Note the phase on an error of memory that is raised inside; the innermost phase counts."""
     try:
         yield
     except Exception as error:
@@ -34,13 +34,13 @@ def during(phase: str) -> Iterator[None]:
 
 
 def note_phase(error: Exception, phase: str) -> None:
-    """Write the phase on an error of memory, which the innermost phase does first."""
+    """Write the phase on an error of memory, unless a phase inside has done so."""
     if ran_out(error) and not hasattr(error, "phase"):
         error.phase = phase  # type: ignore[attr-defined]
 
 
 def ran_out(error: object) -> bool:
-    """Whether an exception says that there is not enough memory, of a GPU or of the machine."""
+    """Whether an exception says that a GPU or the machine has not enough memory."""
     if isinstance(error, MemoryError | OutOfMemory):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -50,7 +50,7 @@ def ran_out(error: object) -> bool:
 
 
 def advice(error: object) -> str:
-    """The sentence that tells a user whose memory ran out what to do."""
+    """Return the sentence that tells a user whose memory ran out what to do."""
     if isinstance(error, OutOfMemory):
         return str(error)
     what = printable(error, 120) or type(error).__name__

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
-MOST = 10_000  # names of a folder that are looked at
-ALIKE: dict[str, Callable[[str], str]] = {  # what two names differ in -> what they then share
+MOST = 10_000  # most names of a folder that are compared: a folder may hold millions
+# difference between two names -> function whose result is equal for both
+ALIKE: dict[str, Callable[[str], str]] = {
     "how its letters are encoded": lambda name: unicodedata.normalize("NFC", name),
     "case": str.casefold,
     "spaces": lambda name: "".join(name.split()),
@@ -35,8 +36,8 @@ def expanded(path: str) -> str:
 
 
 def located(path: str | Path, folder: str | Path = "") -> Path:
-    """The file that a path names from a folder: `expanded`, and with / for \\ where only that
-    exists."""
+    """Return the file that a path, relative to a folder, names: `expanded`, and with / for \\ if
+    only that file exists."""
     found = Path(folder, expanded(str(path)))
     if "\\" in str(path) and not found.exists():
         other = Path(folder, expanded(str(path).replace("\\", "/")))
@@ -45,8 +46,8 @@ def located(path: str | Path, folder: str | Path = "") -> Path:
 
 
 def nearby(path: str | Path) -> str:
-    """Say how a path that does not exist differs from what does, to end a sentence; "" where
-    nothing is near."""
+    """Say how a path that does not exist differs from one that does, to end a sentence; "" if no
+    path is near."""
     path = given = Path(path)
     while path.parent != path and not path.parent.exists():
         path = path.parent

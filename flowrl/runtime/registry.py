@@ -3,8 +3,8 @@
 A name is one of three things. A module of a package of ours: the file is the registration, and
 `choices("flowrl.rewards")` lists them without importing them (packages inside are shared, not
 plugins). An entry point of an installed package, in a group of the same name as ours. Or
-"path/to/file.py:NAME", something that a file of the user's defines. An unknown name is answered
-with the nearest valid ones.
+"path/to/file.py:NAME", an object that a user's file defines. The answer to an unknown name holds
+the nearest valid ones.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 from flowrl.runtime.paths import located, nearby
 
-LIVE = "live:"  # what a config says of an object that a script handed over
+LIVE = "live:"  # begins the name by which a config records an object that a script handed over
 
 
 def shipped(package: str) -> list[str]:
     """Names of a package's own plugins, sorted."""
-    known = sys.modules.get(package)  # else its parent is imported, and not the package itself
+    known = sys.modules.get(package)  # find_spec imports the parent only, not the package itself
     spec = importlib.util.find_spec(package) if known is None else None
     path = spec.submodule_search_locations if spec else known.__path__
     return sorted(m.name for m in pkgutil.iter_modules(path) if not m.ispkg)
@@ -68,7 +68,7 @@ def find(package: str, name: str, *, what: str) -> ModuleType:
         raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, choices(package))}')
     try:
         return importlib.import_module(f"{package}.{name}")
-    except Exception as error:  # whatever a file does when it is imported
+    except Exception as error:  # a file may raise anything when it is imported
         raise ValueError(
             f'{what} "{name}": its file cannot be imported: {type(error).__name__}: {error}'
         ) from error
@@ -77,9 +77,9 @@ def find(package: str, name: str, *, what: str) -> ModuleType:
 def plugin(
     package: str, name: str, attribute: str, *, what: str, suits: Callable[[Any], bool] = callable
 ) -> Any:
-    """Load what a name stands for: `attribute` of a module (None where it has none), or what an
-    entry point or a file of the user's gives. Ours come first. ValueError: see `find`, `entry`,
-    `member`."""
+    """Load the object behind a name: `attribute` of a module (None if it has none), or the object
+    that an entry point or a user's file gives. Our modules come first. ValueError: see `find`,
+    `entry`, `member`."""
     if is_outside(package, name) and name not in shipped(package):
         found = outside(package, name, what=what, suits=suits)
     else:
@@ -89,23 +89,23 @@ def plugin(
 
 
 def is_outside(group: str, name: str) -> bool:
-    """Whether a file of the user's or an installed package is what the name stands for."""
+    """Whether the name stands for a file of the user's or an installed package."""
     return is_place(name) or name in installed(group)
 
 
 def outside(group: str, name: str, *, what: str, suits: Callable[[Any], bool] = callable) -> Any:
-    """Return what that file or package gives. ValueError: see `entry`, `member`."""
+    """Return the object that this file or package gives. ValueError: see `entry`, `member`."""
     if is_place(name):
         return member(name, what=f'{what} "{name}"', suits=suits)
     return entry(group, name, what=what)
 
 
 def entry(group: str, name: str, *, what: str) -> Any:
-    """Load the object of an entry point. What cannot be imported -> ValueError with the reason."""
+    """Load the object of an entry point. If the import fails -> ValueError with the reason."""
     point = installed(group)[name]
     try:
         return point.load()
-    except (Exception, SystemExit) as error:  # whatever a package does when it is imported
+    except (Exception, SystemExit) as error:  # a package may raise anything when it is imported
         owner = f" of the package {point.dist.name}" if point.dist else ""
         raise ValueError(
             f'{what} "{name}": the entry point {point.value}{owner} cannot be imported:'
@@ -122,8 +122,8 @@ def is_place(name: object) -> bool:
 
 
 def absolute(name: Any) -> Any:
-    """Write a place with its whole path, so that a run resumes from any folder; other values as
-    they are."""
+    """Write out the whole path of a place, so that a run resumes from any folder; return other
+    values as they are."""
     if not is_place(name):
         return name
     file, _, last = name.rpartition(":")
@@ -131,15 +131,15 @@ def absolute(name: Any) -> Any:
 
 
 def label_of(name: str) -> str:
-    """What a plugin is called in logs: "my/file.py:red" and "live:red" -> "red"."""
+    """Return a plugin's name in logs: "my/file.py:red" and "live:red" -> "red"."""
     return name.rpartition(":")[2] if is_place(name) or is_live(name) else name
 
 
 def member(place: str, *, what: str, suits: Callable[[Any], bool] = callable) -> Any:
     """Load the object that "path/to/file.py:NAME" names.
 
-    what: how an error begins. suits: which of the file's own objects to propose in place of a name
-    that is not there -> ValueError; also for a file that is missing or cannot be imported.
+    what: the beginning of an error. suits: selects the file's own objects that the ValueError for
+    an unknown name proposes. A file that is missing or cannot be imported -> ValueError, too.
     """
     file, _, name = place.rpartition(":")
     path = located(file).resolve()
@@ -155,7 +155,7 @@ def _is_own(value: Any, found: dict[str, Any]) -> bool:
 
 
 def user_file(path: Path, *, what: str) -> dict[str, Any]:
-    """Return what a Python file of the user's defines, by name; it runs once in a process.
+    """Return the objects that a user's Python file defines, by name; it runs once in a process.
 
     Missing or broken -> ValueError.
     """
@@ -168,7 +168,8 @@ def user_file(path: Path, *, what: str) -> dict[str, Any]:
         module = sys.modules[unique] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+        # a user's file may raise anything when it is imported
+        except (Exception, SystemExit) as error:
             del sys.modules[unique]
             raise ValueError(
                 f"{what}: {path} cannot be imported: {type(error).__name__}: {error}"
@@ -177,12 +178,12 @@ def user_file(path: Path, *, what: str) -> dict[str, Any]:
 
 
 def called(function: Callable[[], Any], *, what: str) -> Any:
-    """Call a user's function, which takes no arguments. Whatever it raises -> ValueError."""
+    """Call a user's function, which takes no arguments. Any exception in it -> ValueError."""
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ValueError(f"{what} is called without arguments: {error}") from error
-    except ValueError:  # a builtin without a signature
+    except ValueError:  # some builtins have no signature; the call below decides
         pass
     try:
         return function()
@@ -194,7 +195,7 @@ def called(function: Callable[[], Any], *, what: str) -> Any:
 
 
 def live_name(given: object) -> str:
-    """What a config calls an object without a name of its own: "live:FluxPipeline", "live:red"."""
+    """Make the name of an object without one, for a config: "live:FluxPipeline", "live:red"."""
     named = given if isinstance(given, type) else getattr(given, "__name__", None)
     label = named.__name__ if isinstance(named, type) else named or type(given).__name__
     return LIVE + str(label).strip("<>")

@@ -1,8 +1,8 @@
-"""Rules about settings: which do not go together, and which nothing reads under the others.
+"""Rules about settings: which do not go together, and which have no effect beside others.
 
 A rule names the facts that it reads by dotted keys, and runs as soon as all of them are known
 (flowrl/config/facts.py). The rules of the config's own sections are tables, flowrl/config/rules.py
-and run_rules.py; the options of an algorithm, also of one's own, declare theirs as `rules`:
+and run_rules.py; the options of an algorithm, a user's own too, declare theirs as `rules`:
 
     class Options(Credit):
         top: int = 4
@@ -14,12 +14,12 @@ and run_rules.py; the options of an algorithm, also of one's own, declare theirs
             ),
         )
 
-Under which other settings a setting is read is declared on its field:
+The field of a setting declares the other settings beside which it is read:
 
     knee: Annotated[int, read_when("algorithm.window.schedule", "exp_decay")] = Field(13, ...)
 
 Such conditions join with & and |. On a section they hold for all of its settings. Start-up warns of
-what was set in vain, and docs/configuration.md shows the conditions.
+settings that were given without effect, and docs/configuration.md shows the conditions.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ from pydantic import BaseModel
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A sentence about settings, and when it is said."""
+    """A sentence about settings, and the condition under which it is said."""
 
-    reads: tuple[str, ...]  # keys of facts, as "train.shard", "algorithm.credit", "plan.leaves"
-    # {0}, {1}: the facts as the command line takes them, train.shard=[denoiser]; {batch.group}: the
-    # value of a fact. A function of the values makes the sentence; "" where there is none to say.
+    # dotted keys of facts, such as "train.shard", "algorithm.credit", "plan.leaves"
+    reads: tuple[str, ...]
+    # {0}, {1}: the facts in the form of the command line, train.shard=[denoiser]; {batch.group}:
+    # the value of a fact. A function of the values makes the sentence; "": nothing to say.
     says: str | Callable[..., str]
-    # a function of the values; None: each setting differs from its default, or `says` decides
+    # function of the values; None: each setting differs from its default, or `says` decides
     when: Callable[..., Any] | None = None
-    # unread: the first setting, or all settings of that section, have no effect
+    # unread: the first setting, or all settings of this section, have no effect
     kind: Literal["refuse", "warn", "unread"] = "refuse"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """What must hold of other settings."""
+    """A condition on other settings."""
 
-    keys: tuple[str, ...]  # of the settings that it looks at, each once
-    holds: Callable[[Mapping[str, Any]], bool]  # of dotted key -> value
-    words: str  # end the sentence "it is read with ..."
+    keys: tuple[str, ...]  # dotted keys of the settings that it looks at, each once
+    holds: Callable[[Mapping[str, Any]], bool]  # function of dotted key -> value
+    words: str  # end of the sentence "it is read with ..."
 
     def __and__(self, other: Condition) -> Condition:
         return Condition(
@@ -68,7 +69,7 @@ class Condition:
         )
 
     def rule(self, key: str) -> Rule:
-        """The rule that says of a setting that it is not read."""
+        """Make the rule that says that a setting is not read."""
         present = " and ".join(f"{{{place}}}" for place in range(1, len(self.keys) + 1))
         return Rule(
             (key, *self.keys),
@@ -79,7 +80,7 @@ class Condition:
 
 
 def read_when(key: str, *values: object) -> Condition:
-    """The setting has one of these values.
+    """Make the condition that a setting has one of these values.
 
     >>> condition = read_when("draw.mode", "refill", "balance")
     >>> condition.words, condition.holds({"draw.mode": "once"})
@@ -95,14 +96,14 @@ def read_when(key: str, *values: object) -> Condition:
 
 
 def read_above(key: str, bound: float) -> Condition:
-    """The setting is a number above the bound."""
+    """Make the condition that a setting is a number above the bound."""
     return Condition(
         keys=(key,), holds=lambda settings: settings[key] > bound, words=f"{key} above {bound}"
     )
 
 
 def read_with(key: str) -> Condition:
-    """The setting has a value, whichever."""
+    """Make the condition that a setting has any value."""
     return Condition(
         keys=(key,),
         holds=lambda settings: settings[key] is not None,
@@ -113,7 +114,7 @@ def read_with(key: str) -> Condition:
 def conditions(
     schema: type[BaseModel], prefix: str = "", outer: tuple[Condition, ...] = ()
 ) -> Iterator[tuple[str, tuple[Condition, ...]]]:
-    """(dotted key, what must hold for it to be read) of every leaf of a schema, in its order.
+    """Yield (dotted key, condition under which it is read) of every leaf of a schema, in its order.
 
     The conditions of a section come before those of its settings.
     """
@@ -126,13 +127,13 @@ def conditions(
 
 
 def as_yaml(value: object) -> str:
-    """A value as the command line takes it: None -> null, True -> true."""
+    """Write a value in the form of the command line: None -> null, True -> true."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
 
 
 def as_word(key: str, value: object) -> str:
-    """A setting as the command line takes it: train.shard=[denoiser]."""
+    """Write a setting in the form of the command line: train.shard=[denoiser]."""
     given = f"[{','.join(map(str, value))}]" if isinstance(value, list) else as_yaml(value)
     return f"{key}={given}"

@@ -1,8 +1,8 @@
 """SIGTERM and Ctrl-C end a run with a checkpoint.
 
-The iteration is finished, or given up after 30 seconds if no weight was touched yet. Several
-processes end together, whichever of them the signal reached: after the iteration, or before its
-update where one of them does not wait.
+The iteration is finished, or given up after 30 seconds if no weight was touched yet. If there are
+several processes, all end together, whichever of them the signal reached: after the iteration, or
+before its update if one of them does not wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-GRACE = 30.0  # seconds
+GRACE = 30.0  # seconds that an iteration has to reach its update
 RECEIVED = " received"
 
 
@@ -22,8 +22,8 @@ def by_signal(reason: str | None) -> bool:
 
 
 class Aborted(BaseException):
-    """The iteration was given up, and weights are those of the last finished one. The text is the
-    reason. It is no Exception, because scoring takes those for a failed sample."""
+    """The iteration was given up, and the weights are those of the last finished one. The text is
+    the reason. It is no Exception, because scoring takes an Exception for a failed sample."""
 
 
 class StopRequest:
@@ -54,9 +54,9 @@ class StopRequest:
         signal.setitimer(signal.ITIMER_REAL, 0.01 if again else GRACE)
 
     def _abort(self, number: int, frame: FrameType | None) -> None:
-        # once weights were touched, the iteration ends soon, and only then they are whole
+        # once weights were touched, the iteration ends soon, and until then they are not whole
         if self.trainer.learner.touched:
             return
         if self.world.processes == 1:
             raise Aborted(self.world.asked)
-        self.world.hurry = True  # the others must give it up too
+        self.world.hurry = True  # the other processes must give up the iteration, too

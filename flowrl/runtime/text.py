@@ -10,17 +10,18 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-LIMIT = 300  # characters of a sentence from elsewhere
-LONGEST = 2000  # characters of a sentence of flowrl, with all that it quotes
-OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # categories of Unicode
+LIMIT = 300  # most characters of a sentence from elsewhere
+LONGEST = 2000  # most characters of a sentence of flowrl, with all its quotations
+# Unicode categories of characters that a terminal obeys
+OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 KEPT = frozenset("\n\t\u200c\u200d")  # lines, columns, and joiners, which scripts and emoji need
-DEEPEST = 10  # causes of causes
+DEEPEST = 10  # most causes of causes that are followed
 NAMED = 8  # most items of a list in a sentence
 
 
 def visible(text: object, encoding: str = "utf-8") -> str:
-    """The same text, its lines and tabs as they are, other control characters as escapes, and so
-    what an encoding does not have.
+    """Return the text with its lines and tabs; other control characters, and characters that an
+    encoding does not have, become escapes.
 
     >>> print(visible("a\\x1b[31m red\\u202e circle"))
     a\\x1b[31m red\\u202e circle
@@ -42,8 +43,8 @@ def printable(text: object, limit: int = LIMIT) -> str:
 
 
 def one_line(text: object) -> str:
-    """Make a sentence of flowrl one line: as `printable`, but spaces stay (they may be those of a
-    path), and it may be longer."""
+    """Make a sentence of flowrl one line, like `printable`; but spaces stay, since they may be part
+    of a path, and it may be longer."""
     return _cut(" ".join(str(text).splitlines()), LONGEST)
 
 
@@ -54,7 +55,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 def items(text: str) -> tuple[str, ...]:
-    """Split a text at its commas, whatever its lines.
+    """Split a text, of one line or several, at its commas.
 
     >>> items("a dog, a cat,\\n    a bird")
     ('a dog', 'a cat', 'a bird')
@@ -63,7 +64,7 @@ def items(text: str) -> tuple[str, ...]:
 
 
 def error_text(error: object) -> str:
-    """Say an error in one line; what it quotes of the errors behind it is cut."""
+    """Say an error in one line, with its causes; long quotations of them are cut."""
     text = str(error)
     for cause in _causes(error):
         if len(quoted := str(cause)) > LIMIT:

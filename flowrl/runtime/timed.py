@@ -1,12 +1,12 @@
 """Calls with a time limit.
 
 In the main thread, a signal ends the call where it is: no second thread computes, which on few
-cores would slow a run by half. A call from another thread has no signals, so it runs in a thread of
-its own, always the same one, which is left behind when the limit passes.
+cores would slow a run by half. A call from another thread cannot get signals, so it runs in a
+thread of its own, always the same one, which is abandoned when the limit passes.
 
 A call that does not return to Python (a kernel that hangs, an expression that backtracks for ever)
-leaves nobody who could say so; GRACE seconds after the limit the interpreter itself then ends the
-process with exit code 1 and says where every thread was.
+leaves no code that could report it; GRACE seconds after the limit the interpreter itself then ends
+the process with exit code 1 and prints where every thread was.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-GRACE = 60.0  # seconds
-AGAIN = 1.0  # seconds after which a call that caught its end is ended again
-SIGNAL = getattr(signal, "SIGVTALRM", None)  # one that nobody sends; None: there are no signals
+GRACE = 60.0  # seconds after the limit until the interpreter ends the process
+AGAIN = 1.0  # seconds after which a call that caught Overdue gets it again
+# a signal that no program sends; None: this system has no signals
+SIGNAL = getattr(signal, "SIGVTALRM", None)
 Job = tuple[Future[Any], Callable[[], Any]]
 
 
 class Overdue(BaseException):
-    """The limit passed. Not an Exception: the call itself might take it for one of its own."""
+    """The limit passed. It is no Exception, which the call itself might catch as one of its own."""
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
@@ -73,13 +74,14 @@ def _ended_after(seconds: float) -> Iterator[None]:
     finally:
         inside = False
         done.set()
-        watcher.join()  # so that no signal is on its way once the handler is gone
+        watcher.join()  # no signal may be on its way when the handler is gone
         signal.signal(SIGNAL, before)
 
 
 class Caller:
-    """Calls one function at a time in a thread of its own. late: whether any call was, here or in
-    the main thread; what it waits for may keep the process from its end."""
+    """Calls one function at a time in a thread of its own. late: whether any call exceeded its
+    limit, here or in the main thread; an object that it waits for may keep the process from
+    ending."""
 
     def __init__(self) -> None:
         self.forget()
@@ -91,38 +93,42 @@ class Caller:
         self.late = False
 
     def within(self, seconds: float, function: Callable[[], Any]) -> Any:
-        """As `within` above, in the thread of this caller."""
+        """Do the same as `within` above, in the thread of this caller."""
         future: Future[Any] = Future()
         with self.turn:
             if self.jobs is None:
                 self.jobs = queue.SimpleQueue()
                 threading.Thread(target=self._serve, args=(self.jobs,), daemon=True).start()
             self.jobs.put((future, function))
-            del function  # the caller's: nothing here outlives the call
+            # the caller owns the function: nothing here may keep it alive after the call
+            del function
             try:
                 return future.result(seconds)
             except TimeoutError:
-                if future.done():  # the function's own
+                if future.done():  # the function itself raised the TimeoutError
                     raise
                 raise Overdue from None
             finally:
-                if not future.done():  # also where a signal ends the wait
+                # the wait ended by the limit or by a signal: abandon this thread
+                if not future.done():
                     self.jobs = None
 
     def _serve(self, jobs: queue.SimpleQueue[Job]) -> None:
-        """Call what is asked for, until a call is left behind."""
+        """Run the jobs, until one of them is abandoned."""
         import asyncio
 
-        asyncio.set_event_loop(asyncio.new_event_loop())  # as in the main thread, there is one
+        # libraries expect an event loop, as the main thread has one
+        asyncio.set_event_loop(asyncio.new_event_loop())
         while self.jobs is jobs:
             future, function = jobs.get()
             try:
                 result = function()
-            except BaseException as error:  # whoever waits for the future gets it
+            # `future.result` raises it again in the thread that waits
+            except BaseException as error:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-            del future, function  # what a call held is free before the next one
+            del future, function  # objects of one call are freed before the next one
             result = None
 
 
@@ -131,7 +137,7 @@ os.register_at_fork(after_in_child=caller.forget)
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without waiting for any thread, with everything printed."""
+    """Flush the output, and end the process without waiting for any thread."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     os._exit(code)

@@ -1,9 +1,9 @@
-"""A text of the command line as the value that its setting takes.
+"""Turn a text of the command line into a value that its setting takes.
 
 Values are in the grammar of Hydra and OmegaConf: a number, true, false, null, a text (in quotes
 where it holds , : = or brackets, or with a backslash before each), [a, b] or {a: b}; ${key} stands
-for another key's value. Where a setting is a text, all that is no list, mapping or null which it
-also takes is the text itself, as it was given: 1980, true, 1e-4, "# noise", ~/runs.
+for another key's value. A setting that takes a text gets all input as it was given (1980, true,
+1e-4, "# noise", ~/runs), except a list, a mapping or null if it takes those as well.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from flowrl.runtime.text import printable
 from flowrl.runtime.yaml_text import DEEPEST
 
-Kinds = frozenset[Any]  # types that a setting takes; none: not known
+Kinds = frozenset[Any]  # types that a setting takes; empty: they are not known
 TEXT: Kinds = frozenset({str})
-# of arguments that are texts: prompt, negative_prompt_2, system_prompt, lyrics; not use_en_prompt
+# names of text arguments: prompt, negative_prompt_2, system_prompt, lyrics; not use_en_prompt
 TEXT_NAMES = re.compile(
     r"(?!(num|use|add|enable)_)(\w+_)?(prompt|text|caption|instruction|lyrics|transcription)(_\d)?"
 )
 
-# the last word in the name of an argument that takes pictures, apart from a number
+# last words, apart from a number, in the names of arguments that take pictures
 PICTURES = ("image", "images", "mask", "masks", "video", "videos")
-NOT = {"num", "attention"}  # before the last word: num_images, attention_mask
+# names with these first words hold no pictures: num_images, attention_mask
+NOT = {"num", "attention"}
 
 
 def takes_text(name: str) -> bool:
@@ -43,15 +44,15 @@ def is_picture(name: str) -> bool:
 
 
 def kinds_of_argument(name: str) -> Kinds:
-    """What an argument of the call takes, by its name: a text, paths of pictures, or anything."""
+    """Return what an argument of this name takes: a text, paths of pictures, or anything."""
     if takes_text(name):
         return TEXT
     return frozenset({str, list}) if is_picture(name) else frozenset()
 
 
 def value_of(raw: str, kinds: Kinds) -> Any:
-    """The value that a text gives a setting of these kinds; not in the grammar -> ValueError whose
-    words follow what was given.
+    """Return the value that a text gives a setting of these kinds. If the grammar has no such text
+    -> ValueError whose words follow the given text.
 
     >>> value_of("1980", TEXT), value_of("1980", frozenset({int})), value_of("a, b", TEXT)
     ('1980', 1980, 'a, b')
@@ -73,9 +74,9 @@ def value_of(raw: str, kinds: Kinds) -> Any:
 
 
 def parse_values(text: str) -> list[Any]:
-    """The values between commas; ${...} stays as it is, until the config is whole. Not in the
-    grammar -> ValueError."""
-    # here: a server of rewards needs no OmegaConf
+    """Parse the values between commas; ${...} stays as it is, until the config is whole. If the
+    grammar has no such text -> ValueError."""
+    # imported here, because a server of rewards needs no OmegaConf
     from omegaconf.errors import GrammarParseError
     from omegaconf.grammar_parser import parse
     from omegaconf.grammar_visitor import GrammarVisitor
@@ -91,7 +92,8 @@ def parse_values(text: str) -> list[Any]:
         memo=None,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of "[1,]", which OmegaConf would complete
+        # OmegaConf completes "[1,]" with a warning; it should be refused
+        warnings.simplefilter("error")
         try:
             return as_written.visit(parse(f"[{text}]", "singleElement", "VALUE_MODE"))
         except GrammarParseError as error:
@@ -99,12 +101,12 @@ def parse_values(text: str) -> list[Any]:
 
 
 def _node_as_written(key: Any, memo: Any) -> Any:
-    """${key}; OmegaConf gives the key as a text, from 2.4 on as a record of its parts."""
+    """Write ${key}; OmegaConf gives the key as a text, from 2.4 on as a record of its parts."""
     return f"${{{getattr(key, 'raw', key)}}}"
 
 
 def kinds_at(schema: Any, path: Sequence[str]) -> Kinds:
-    """Types that the setting at a path of a schema takes, through its sections and mappings."""
+    """Find the types that the setting at a path of a schema takes, in its sections and mappings."""
     for name in path:
         fields = getattr(schema, "model_fields", None)
         if fields is None:
@@ -118,7 +120,7 @@ def kinds_at(schema: Any, path: Sequence[str]) -> Kinds:
 
 
 def _kinds(annotation: Any) -> Kinds:
-    """str | Literal[2] | None -> str, int, NoneType."""
+    """Collect the types: str | Literal[2] | None -> str, int, NoneType."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kinds(inside[0])

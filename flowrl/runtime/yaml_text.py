@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-LARGEST = 1_000_000  # bytes of a file
-DEEPEST = 50  # lists and mappings inside one another
+LARGEST = 1_000_000  # most bytes of a file
+DEEPEST = 50  # most lists and mappings inside one another
 PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read(path: Path) -> str:
-    """Read the text of a YAML file; one that cannot be read or is too large -> OSError or
+    """Read the text of a YAML file; if it cannot be read or is too large -> OSError or
     ValueError."""
     if path.exists() and not path.is_file():
         raise ValueError("it is not a file")
@@ -26,15 +26,16 @@ def read(path: Path) -> str:
 
 
 def load(text: str) -> Any:
-    """Parse a text into plain values; one that cannot be parsed -> ValueError. OmegaConf (from 2.4
-    on) bounds what its aliases stand for."""
-    # here: a server of rewards needs no OmegaConf
+    """Parse a text into plain values; if that fails -> ValueError. OmegaConf (from 2.4 on) limits
+    the size to which aliases expand."""
+    # imported here, because a server of rewards needs no OmegaConf
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     depth = 0
     try:
-        for event in yaml.parse(text, Loader=PARSER):  # the only step that does not recurse
+        # the only step that does not recurse, so deep text cannot exhaust the stack
+        for event in yaml.parse(text, Loader=PARSER):
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST:

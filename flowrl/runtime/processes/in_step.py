@@ -1,12 +1,13 @@
 """Processes that call split networks together.
 
-The weights of a split network are gathered block by block while it runs, from all processes: one
-that called it alone would wait for ever. But processes differ in how many rows they have. So before
-each call every process says what it wants, a forward, a backward, or to go on to where all meet,
-and all of them do the first of these that anybody wants, in this order. A process that wanted
-something else makes that call with one row of no consequence, and says again what it wants.
+The weights of a split network are gathered block by block while it runs, from all processes: a
+process that called it alone would wait for ever. But processes differ in how many rows they have.
+So before each call every process says what it wants: a forward, a backward, or to go on to the next
+meeting of all. All of them do the first of these that any process wants, in this order. A process
+that wanted something else makes that call with one row whose result is dropped, and says again what
+it wants.
 
-So all processes make the same calls in the same order, as torch's `Join` has it for whole
+So all processes make the same calls in the same order, as torch's `Join` does for whole
 iterations, and nothing has to count rows ahead.
 """
 
@@ -19,15 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-GO_ON, BACKWARD, FORWARD = range(3)  # what a process may want; FORWARD + 2 network + with gradient
+# wishes of a process, the largest wins; FORWARD + 2 network + (1 if with gradient)
+GO_ON, BACKWARD, FORWARD = range(3)
 
 
 class InStep:
-    """The calls of one process, in step with those of the others.
+    """Makes the calls of one process in step with those of the others.
 
-    agree: tells what this process wants, and returns the largest of what all of them want.
-    backward: adds up the gradient of a loss. safely: the context of a call, in which an error is
-    told from a process that stopped. rows: for each network a function that calls it with one row.
+    agree: sends the wish of this process, and returns the largest wish of all processes. backward:
+    adds up the gradient of a loss. safely: the context of a call, in which an error is told from a
+    process that stopped. rows: for each network a function that calls it with one row.
     """
 
     def __init__(
@@ -38,8 +40,9 @@ class InStep:
         rows: list[Callable[[], Tensor]],
     ) -> None:
         self.agree, self.add_gradient, self.safely, self.rows = agree, backward, safely, rows
-        self.kept: list[Tensor] = []  # outputs of no consequence that the next backward passes
-        self.followed = 0  # calls that were made for others
+        # outputs of dropped forwards, which the next backward must pass, too
+        self.kept: list[Tensor] = []
+        self.followed = 0  # number of calls that were made for other processes
 
     def meet(self) -> None:
         """Return once no process has a network call left, so that the next collective can start."""
@@ -76,7 +79,7 @@ class InStep:
 
 
 class Together(nn.Module):
-    """A network that is called in step. number: which of `in_step.rows` stands for it."""
+    """A network that is called in step. number: its place in `in_step.rows`."""
 
     def __init__(self, network: nn.Module, number: int, in_step: InStep) -> None:
         super().__init__()

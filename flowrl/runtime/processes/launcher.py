@@ -1,4 +1,4 @@
-"""What a launcher asked for and started, checked before anything is built.
+"""Check the requests of a launcher, and the processes it started, before anything is built.
 
 accelerate reads many variables ACCELERATE_* of the environment, which its launcher sets; those that
 would change what a run computes are refused, since a run is what its config says.
@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from flowrl.runtime.log import logger
 
 ON = ("1", "true", "yes", "y", "on", "t")
-PLUGINS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # of accelerate's launcher
-# ACCELERATE_NAME -> (the values that change nothing, why others are refused and what to do)
+# families of variables that accelerate's launcher sets
+PLUGINS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+# ACCELERATE_NAME -> (values that change nothing, why others are refused and what to do)
 CHANGES = {
     "GRADIENT_ACCUMULATION_STEPS": (
         ("1",),
@@ -37,7 +38,7 @@ def is_on(environment: Mapping[str, str], name: str) -> bool:
 
 
 def check_launcher(environment: Mapping[str, str], precision: str | None = None) -> None:
-    """Raise ValueError for what accelerate's environment asks for and flowrl does in another way.
+    """Raise ValueError if accelerate's environment asks for something that flowrl does otherwise.
 
     precision: train.precision of the run; None: nothing is trained.
     """
@@ -70,7 +71,7 @@ def _said(name: str, value: str) -> str:
 
 
 def check_teams(processes: int, members: int) -> None:
-    """Raise ValueError where processes do not make whole teams."""
+    """Raise ValueError if the processes do not make whole teams."""
     if processes % members:
         raise ValueError(
             f"train.sequence_parallel={members}: {members} processes share each call of the"

@@ -1,7 +1,7 @@
 """Tensors of which every process holds a share: rows, as `fully_shard` splits weights (DTensor).
 
-Copies, averages and optimizer steps work on the shares. Only what leaves the run, a checkpoint or
-`policy.state`, is gathered, a tensor at a time and by all processes together.
+Copies, averages and optimizer steps work on the shares. Only tensors that leave the run, in a
+checkpoint or as `policy.state`, are gathered, one at a time and by all processes together.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def is_split(tensor: Tensor) -> bool:
 
 
 def held(tensor: Any) -> Tensor:
-    """What this process has of a tensor, without its graph: its share, or all of it, in the same
-    storage."""
+    """Return this process's part of a tensor, without its graph: its share, or all of it, in the
+    same storage."""
     return tensor.detach().to_local() if is_split(tensor) else tensor.detach()
 
 
@@ -30,16 +30,16 @@ def whole(tensor: Any) -> Tensor:
 
 
 def share_of(value: Tensor, like: Any) -> Tensor:
-    """The part of a whole value that this process would have if it were split as `like` is."""
+    """Cut out the part of a whole value that this process has if it is split like `like`."""
     if not is_split(like):
         return value
     mesh = like.device_mesh
-    rows = -(-len(value) // mesh.size())  # as torch.chunk
+    rows = -(-len(value) // mesh.size())  # rounded up, as torch.chunk splits
     return value[mesh.get_local_rank() * rows :][:rows]
 
 
 def split_as(value: Tensor, like: Tensor) -> Tensor:
-    """A copy of a whole value on the device of `like`, split as that is."""
+    """Copy a whole value to the device of `like`, split in the same way."""
     if not is_split(like):
         return value.to(like.device, copy=True)
     out = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)

@@ -1,4 +1,4 @@
-"""What a run asks of accelerate: precision, trackers, and sums and gathers over its processes.
+"""How a run uses accelerate: precision, trackers, and sums and gathers over its processes.
 
 Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed
 after the last micro-batch, so ranks may differ in their number of micro-batches; where networks are
@@ -9,9 +9,9 @@ With train.sequence_parallel=k, k processes in a row are a team: they hold the s
 same samples, and share each call of the network (training/split/sequence.py). To everything else a
 team is one process, whose numbers are those of its first member; prompts are dealt to teams.
 
-A process that died is noticed at once, by the connections that close; one that hangs after
-guard.rank_seconds, where all of them meet: when rewards are gathered, before gradients are summed,
-and wherever they agree. Whoever is left says which one it was and ends with an error.
+A process that died is noticed at once, because its connections close. One that hangs is noticed
+after guard.rank_seconds, where all of them meet: when rewards are gathered, before gradients are
+summed, and wherever they agree. The others say which one it was and end with an error.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ from flowrl.runtime.processes.launcher import check_launcher, check_teams
 from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
 
-NOTICED = 0.5  # seconds: by then every connection of a process that stopped is known to be closed
+# seconds after which every connection of a process that stopped is known to be closed
+NOTICED = 0.5
 T = TypeVar("T")
-BUCKET = 2**26  # gradients that are summed in one piece: 256 MB in fp32
+BUCKET = 2**26  # most numbers in gradients that are summed in one piece: 256 MB in fp32
 
 
 def start(
@@ -57,13 +58,13 @@ def start(
     """Make an Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a
     GPU -> ValueError.
 
-    precision: train.precision; None: nothing is trained. seconds: most that a process waits for the
-    others.
+    precision: train.precision; None: nothing is trained. seconds: the longest that a process waits
+    for the others.
     """
     check_launcher(os.environ, precision)
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
-    # an earlier run of this process may have had another precision
+    # an earlier run in this process may have had another precision
     AcceleratorState._reset_state(reset_partial_state=False)
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:
@@ -72,13 +73,13 @@ def start(
                 mixed_precision=precision or "no",
                 log_with=trackers or None,
                 project_config=project,
-                # longer than meetings wait, which know the name of who is missing
+                # twice the patience of meetings: their error comes first, and names who is missing
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2 * seconds))],
             )
     except (ValueError, ImportError) as error:
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
     if not accelerator.is_main_process:
-        logger.setLevel(logging.ERROR)  # what all would say is said once
+        logger.setLevel(logging.ERROR)  # the main process alone says what all would say
     found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     missing = set(trackers) - found - {"all"}
     if missing:
@@ -100,7 +101,7 @@ class Lost(RuntimeError):
 
 
 def here() -> World | Alone:
-    """The processes that a launcher started this command in, or this one alone."""
+    """Return the processes in which a launcher started this command, or this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
     return World(start(None, [], Path()))
@@ -121,42 +122,43 @@ def all_start() -> Iterator[None]:
 class World:
     """The processes of a run, in teams of `members`.
 
-    process is in [0, processes), and process 0 is `main`; rank, in [0, size), is the team. seconds:
-    the longest that one process waits for the others. asked: the signal that asked this process to
-    end the run, as a sentence; hurry: whether it should not finish the iteration.
+    process is in [0, processes), and process 0 is `main`; rank, in [0, size), is the team's number.
+    seconds: the longest that one process waits for the others. asked: the signal that asked this
+    process to end the run, as a sentence; hurry: whether it should leave the iteration unfinished.
     """
 
     def __init__(
         self, accelerator: Accelerator, seconds: float = 3600, *, members: int = 1
     ) -> None:
-        """Teams of so many that cannot be made of the processes -> ValueError."""
+        """ValueError if the processes do not make whole teams of `members`."""
         self.accelerator, self.seconds, self.members = accelerator, seconds, members
         self.process, self.processes = accelerator.process_index, accelerator.num_processes
         check_teams(self.processes, members)
         self.rank, self.size = self.process // members, self.processes // members
-        self.leads = self.process % members == 0  # whether it is the first of its team
+        self.leads = self.process % members == 0  # whether this process is the first of its team
         self.main = accelerator.is_main_process
         self.asked: str | None = None
         self.hurry = False
-        self.control: Any = None  # the group of meetings, on the CPU
-        self.team: Any = None  # the group of this process's team, on the CPU
-        self.in_step: InStep | None = None  # where networks are split over the processes
+        self.control: Any = None  # process group of meetings, on the CPU
+        self.team: Any = None  # process group of this process's team, on the CPU
+        self.in_step: InStep | None = None  # set when networks are split over the processes
         if self.processes > 1 and dist.is_initialized():
             limit = timedelta(seconds=2 * seconds)
             with all_start():
                 self.control = dist.new_group(backend="gloo", timeout=limit)
                 for first in range(0, self.processes if members > 1 else 0, members):
-                    ranks = [*range(first, first + members)]  # all take part in making each group
+                    # all processes must take part in making each group
+                    ranks = [*range(first, first + members)]
                     group = dist.new_group(ranks, backend="gloo", timeout=limit)
                     self.team = group if self.process in ranks else self.team
 
     def share(self, count: int) -> slice:
         """This team's part of `count` prompts; count divides by the number of teams."""
-        # every size-th, so that an update trains the same prompts on any number of teams
+        # every size-th prompt, so that an update trains the same prompts on any number of teams
         return slice(self.rank, count, self.size)
 
     def part(self, rows: int) -> slice:
-        """Where this team's `rows` rows lie in what `gather` returns."""
+        """Return where this team's `rows` rows lie in the result of `gather`."""
         before = sum(self._counts(rows)[: self.rank]) if self.processes > 1 else 0
         return slice(before, before + rows)
 
@@ -174,7 +176,7 @@ class World:
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
 
     def _counts(self, rows: int) -> list[int]:
-        """The number of rows of every team."""
+        """Gather the number of rows of every team."""
         mine = torch.tensor([rows], device=self.accelerator.device)
         with self._together():
             return self._leaders(self.accelerator.gather(mine).tolist())
@@ -184,8 +186,8 @@ class World:
         return [*everyone[:: self.members]]
 
     def alike(self, value: T) -> T:
-        """The value of the team's first member. Scores of a judge may differ from one call to the
-        next, and what a team samples and trains next depends on them."""
+        """Return the value of the team's first member. A judge's scores may differ from one call to
+        the next, and what a team samples and trains next depends on them."""
         if self.team is None:
             return value
         sent = [packed(value) if self.leads else b""]
@@ -196,7 +198,7 @@ class World:
     def gather_rewards(self, rewards: Rewards) -> Rewards:
         """Gather the rewards of all processes, and the first error of each.
 
-        Aborted, on all of them, where one was asked to hurry.
+        Aborted, on all of them, if one was asked to hurry.
         """
         if self.processes == 1:
             return rewards
@@ -210,7 +212,7 @@ class World:
             rewards,
             raw={name: self.gather(value) for name, value in rewards.raw.items()},
             counted={name: self.gather(value) for name, value in rewards.counted.items()},
-            seen={},  # flowrl/training/watch/watch.py gathers it
+            seen={},  # left out here: flowrl/training/watch/watch.py gathers it
             total=self.gather(rewards.total),
             valid=self.gather(rewards.valid),
             errors=[error for _, errors, _ in told for error in errors],
@@ -219,8 +221,8 @@ class World:
         )
 
     def _gather_features(self, features: Tensor | None) -> Tensor | None:
-        """Gather (n, d) of all processes; rows of a process whose media were not shown, so that its
-        d is 0, are NaN."""
+        """Gather (n, d) of all processes. Rows of a process without features, whose d is 0, become
+        NaN."""
         if features is None:
             return None
         width = max(self._everyone(features.shape[1]))
@@ -281,11 +283,11 @@ class World:
                     )
 
     def collect(self, value: Any) -> list[Any]:
-        """The values of all teams, in their order, on every process."""
+        """Return the values of all teams, in their order, on every process."""
         return self._leaders(self._everyone(value))
 
     def from_main(self, value: Any) -> Any:
-        """The main process's value, on every process."""
+        """Return the main process's value, on every process."""
         return self._everyone(value)[0]
 
     @contextmanager
@@ -304,8 +306,8 @@ class World:
             raise own or error(said)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients over processes; a missing one counts as zero. Those of split weights
-        were added up in their backward. Each member of a team has the part of its own tokens."""
+        """Add up gradients over processes; a missing one counts as zero. Gradients of split weights
+        were added up in their backward. Each member of a team holds the part of its own tokens."""
         if self.processes == 1:
             return
         self.meet()
@@ -313,13 +315,13 @@ class World:
         for p in (p for p in parameters if not shares.is_split(p)):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads.append(p.grad)
-        for some in buckets(grads):  # hundreds of small sums are slow
+        for some in buckets(grads):  # in buckets, because hundreds of small sums are slow
             whole = self._add_up(torch.cat([grad.flatten() for grad in some]))
             for grad, own in zip(some, whole.split([g.numel() for g in some]), strict=True):
                 grad.copy_(own.view_as(grad))
 
     def clip_gradients(self, parameters: list[torch.nn.Parameter], most: float) -> float:
-        """Scale gradients, added up over processes, to a norm of at most `most` -> what it was."""
+        """Scale gradients, added up over processes, to a norm of at most `most` -> the old norm."""
         split = [p for p in parameters if shares.is_split(p)] if self.processes > 1 else []
         if not split:
             return float(self.accelerator.clip_grad_norm_(parameters, most))
@@ -330,18 +332,19 @@ class World:
         squares = [get_total_norm(grads).double().square() for grads in (own, rest)]
         norm = float((self.sum(squares[0]) + squares[1]).sqrt())
         for grad in (*own, *rest):
-            grad.mul_(min(1.0, most / (norm + 1e-6)))  # as torch's clip_grad_norm_
+            # the same factor as in torch's clip_grad_norm_
+            grad.mul_(min(1.0, most / (norm + 1e-6)))
         return norm
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, all processes gather what each has a share of."""
+        """Inside, all processes gather the tensors of which each has a share."""
         self.meet()
         with self._losing():
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Add up the gradient of a loss; with split networks, once all processes do."""
+        """Add up the gradient of a loss; with split networks, when all processes do so."""
         if self.in_step is not None:
             self.in_step.backward(loss)
         else:
@@ -354,7 +357,7 @@ class World:
         return self.in_step
 
     def _largest(self, value: int) -> int:
-        """The largest value of all processes."""
+        """Return the largest value of all processes."""
         found = torch.tensor(value)
         with self._losing():
             work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control, async_op=True)
@@ -386,7 +389,7 @@ class World:
         return next((v for v in self._everyone(value) if v), None)
 
     def _everyone(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order."""
+        """Return the values of all processes, in their order."""
         if self.processes == 1:
             return [value]
         out = [None] * self.processes
@@ -405,10 +408,10 @@ class World:
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
-        """Turn what fails inside because another process is gone into Lost, which names it."""
+        """Turn an error inside that comes from the loss of a process into Lost, which names it."""
         try:
             yield
-        except torch.OutOfMemoryError:  # of this process
+        except torch.OutOfMemoryError:  # this process's own error; the others are not gone
             raise
         except RuntimeError as error:
             raise self._lost(error) from error
@@ -430,7 +433,7 @@ class World:
         return "one" if self.main else "rank 0, or one that rank 0 misses and names,"
 
     def _all_gone(self) -> list[int]:
-        """The processes whose connections are closed."""
+        """List the processes whose connections are closed."""
         return [p for p in range(self.processes) if p != self.process and self._gone(p)]
 
     def _gone(self, process: int) -> bool:
@@ -469,7 +472,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(value: bytes, device: torch.device) -> Any:
-    """Undo `packed`; tensors that are not on the CPU are put on this device."""
+    """Undo `packed`; tensors that were not on the CPU are put on this device."""
 
     def place(storage: Any, where: str) -> Any:
         return storage if where == "cpu" else storage.to(device=device)
@@ -478,8 +481,8 @@ def unpacked(value: bytes, device: torch.device) -> Any:
 
 
 def buckets(tensors: Iterable[Tensor], most: int = BUCKET) -> list[list[Tensor]]:
-    """Group tensors that are sent as one: of one type on one device, with `most` numbers, or a
-    single tensor."""
+    """Group tensors that are sent as one: those of one type on one device, with at most `most`
+    numbers, or a single tensor."""
     out: list[list[Tensor]] = []
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

@@ -3,7 +3,7 @@
 A checkpoint is written to a temporary folder, flushed to disk, and renamed to
 checkpoints/step-000100: a run killed at any moment leaves the previous one. `load` verifies the
 size and hash of every file before it returns a number, and `load_newest` passes over a damaged
-checkpoint. What a run puts into it is said in flowrl/training/state.py.
+checkpoint. flowrl/training/state.py says what a run puts into it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from flowrl.runtime.processes import shares
 from flowrl.runtime.store import files
 
 META, MANIFEST = "meta.json", "manifest.json"
-ASIDE = "damaged-"  # begins the names of checkpoints that could not be read
+ASIDE = "damaged-"  # prefix of the names of checkpoints that could not be read
 _STEP = re.compile(r"step-(\d{6,})")
-WHOLE = ("exp_avg", "exp_avg_sq", "state1", "state2")  # moments, shaped as their parameter
-Tensors = dict[str, dict[str, Tensor]]  # by file, then by name
+# optimizer moments that have the shape of their parameter
+WHOLE = ("exp_avg", "exp_avg_sq", "state1", "state2")
+Tensors = dict[str, dict[str, Tensor]]  # file stem -> name -> tensor
 
 
 class CheckpointError(ValueError):
@@ -36,15 +37,15 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint holds; every file was verified."""
+    """The content of a checkpoint; every file was verified."""
 
-    folder: Path  # checkpoints/step-000100 of a run
-    tensors: Tensors  # by file, then by name, on the CPU
-    meta: dict[str, Any]  # meta.json, with "iteration"
-    damaged: dict[Path, str]  # folder of a newer checkpoint -> what is wrong with it
+    folder: Path  # path checkpoints/step-000100 in a run
+    tensors: Tensors  # file stem -> name -> tensor, on the CPU
+    meta: dict[str, Any]  # content of meta.json, with "iteration"
+    damaged: dict[Path, str]  # folder of a newer checkpoint -> sentence about its damage
 
     def group(self, stem: str) -> dict[str, Tensor]:
-        """The tensors of a file. A file that was not saved -> CheckpointError."""
+        """Return the tensors of a file. If it was not saved -> CheckpointError."""
         if stem not in self.tensors:
             raise CheckpointError(
                 f"{self.folder} holds no {stem}.safetensors, which this run needs; restore it, or"
@@ -70,12 +71,12 @@ def save(
 
     iteration: the last one finished, counted from 1; 0 before the first. tensors: file stem -> name
     -> tensor on any device, whole or a share, for which the other processes call `gather`; meta:
-    anything json can hold. A checkpoint of the same iteration is replaced. spared: iterations of
-    the checkpoints there are -> those that stay although they are old. One process writes at a
-    time. -> its folder.
+    anything json can hold. A checkpoint of the same iteration is replaced. spared: takes the
+    iterations of all checkpoints and returns those that stay although they are old. One process
+    writes at a time. Return its folder.
     """
     final = folder_of(run, iteration)
-    # the folder appears whole, and only then older ones may go
+    # the folder appears whole, and only then older ones may be removed
     with files.replacing_folder(final) as temporary:
         for stem, group in tensors.items():
             write_tensors(temporary / f"{stem}.safetensors", group)
@@ -122,12 +123,12 @@ def steps(run: str | Path) -> list[Path]:
 
 
 def iteration_of(folder: Path) -> int:
-    """The iteration after which the checkpoint of this folder was written."""
+    """Return the iteration after which the checkpoint of this folder was written."""
     return int(folder.name.removeprefix("step-"))
 
 
 def latest(run: str | Path) -> Path:
-    """The newest checkpoint. A run without one -> CheckpointError."""
+    """Return the newest checkpoint. A run without one -> CheckpointError."""
     found = steps(run)
     if not found:
         raise CheckpointError(
@@ -142,7 +143,7 @@ def load_newest(run: str | Path) -> Checkpoint:
     damaged: dict[Path, str] = {}
     latest(run)
     while left := [folder for folder in steps(run) if folder not in damaged]:
-        folder = left[-1]  # listed anew: the run may go on and have replaced what is there
+        folder = left[-1]  # steps() lists again: the run may go on and have replaced checkpoints
         try:
             tensors, meta = load(folder)
         except CheckpointError as error:
@@ -157,7 +158,7 @@ def load_newest(run: str | Path) -> Checkpoint:
 
 
 def set_aside(folder: Path) -> Path:
-    """Keep a damaged checkpoint under a name that is not taken for one -> its new path."""
+    """Keep a damaged checkpoint under a name that marks it -> its new path."""
     aside = folder.with_name(ASIDE + folder.name)
     if aside.exists():
         files.remove(aside)
@@ -203,8 +204,7 @@ def unpack_optimizer(
     """Undo `pack_optimizer`: moments go to their parameter's device, step counts stay where AdamW
     keeps them.
 
-    A name that is not trained now, a moment of another shape or of another optimizer ->
-    CheckpointError.
+    A name that is not trained now, or a moment of another shape or optimizer -> CheckpointError.
     """
     states: dict[str, dict[str, Tensor]] = {}
     for full, value in packed.items():
@@ -216,7 +216,7 @@ def unpack_optimizer(
             f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this"
             " config"
         )
-    # moments of 8 bits have other names, and say nothing to AdamW
+    # optimizers of 8 bits use other names for their moments, which AdamW would ignore
     plain = isinstance(optimizer, torch.optim.AdamW)
     other = "state1" if plain else "exp_avg"
     if any(other in state for state in states.values()):
@@ -238,7 +238,8 @@ def unpack_optimizer(
             else:
                 state[key] = shares.split_as(value, parameter)
         if not plain:
-            state["step"] = int(state["step"])  # bitsandbytes counts in a number
+            # bitsandbytes counts steps in an int, not in a tensor
+            state["step"] = int(state["step"])
         optimizer.state[parameter] = state
 
 
@@ -260,7 +261,7 @@ def _json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except ValueError as error:  # also non-UTF-8 bytes
+    except ValueError as error:  # bytes that are not UTF-8 raise a ValueError, too
         raise CheckpointError(f"{path} is not json, so it is truncated or altered") from error
 
 

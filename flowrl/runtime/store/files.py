@@ -1,8 +1,8 @@
-"""Files that are whole or as they were: every file that flowrl writes goes through here.
+"""Write files so that each is whole or as it was: every file that flowrl writes comes from here.
 
 A file is written under a temporary name beside its place, flushed to disk and renamed; lines are
 appended in one write (lines.py). A process killed at any moment, a full disk or a power cut leaves
-the file before or the file after, never something between. A test finds whoever writes otherwise.
+the file before or the file after, never something between. A test finds code that writes otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, EEXIST, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 
-TEMPORARY = ".flowrl-tmp-"  # begins the names of unfinished files and folders
+TEMPORARY = ".flowrl-tmp-"  # prefix of the names of unfinished files and folders
 WRITER = re.compile(rf"{re.escape(TEMPORARY)}(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{{8}}")
 ADVICE = {
     **dict.fromkeys((ENOSPC, EDQUOT), "free some space on this disk"),
@@ -31,7 +31,7 @@ class WriteError(OSError):
 
 
 def write(path: str | Path, content: bytes | str) -> Path:
-    """Write a file, or leave one of the same content untouched -> its path. Folders are made."""
+    """Write a file, or leave one with the same content untouched -> its path. Folders are made."""
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     if not _holds(path, data):
@@ -46,9 +46,10 @@ def write(path: str | Path, content: bytes | str) -> Path:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Give a writer that opens its file itself a temporary name, whose file then takes the place of
-    `path`."""
-    target = Path(os.path.realpath(path))  # a link stays one
+    """Give a temporary name to a writer that opens its file itself; the file then takes the place
+    of `path`."""
+    # realpath: a symbolic link stays one, and the file that it names is replaced
+    target = Path(os.path.realpath(path))
     temporary = target.with_name(_temporary_name())
     with write_errors(path):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,8 +64,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder to be filled, which then appears at `path` at once; what was there
-    goes."""
+    """Give an empty folder to be filled, which then appears at `path` at once; an older one there
+    is removed."""
     temporary = path.with_name(_temporary_name())
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             yield temporary
             for place in (*temporary.rglob("*"), temporary):
                 sync(place)
-            if path.exists():  # a rename cannot replace a folder with files
+            if path.exists():  # a rename cannot replace a folder that holds files
                 remove(path)
             os.rename(temporary, path)
             sync(path.parent)
@@ -92,7 +93,7 @@ def remove(path: Path) -> None:
 
 
 def clean(folder: Path, *, owned: bool = False) -> None:
-    """Remove what killed processes left unfinished in a folder.
+    """Remove unfinished files and folders that killed processes left in a folder.
 
     owned: it is a run folder whose lock this process holds, so nothing unfinished is in use; then
     folders below are cleaned too. Otherwise only files of this machine's dead processes go.
@@ -105,7 +106,7 @@ def clean(folder: Path, *, owned: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file to disk, or the names of a folder."""
+    """Flush a file, or the list of names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -114,8 +115,8 @@ def sync(path: Path) -> None:
 
 
 def _temporary_name() -> str:
-    """A name that is unique among threads, processes and machines, and says who writes. It has no
-    suffix, so that whoever looks for pictures or records passes it over."""
+    """Make a name that is unique among threads, processes and machines, and says who writes. It has
+    no suffix, so that code that looks for pictures or records skips it."""
     return f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
@@ -127,7 +128,7 @@ def _writer_is_gone(name: str) -> bool:
         os.kill(int(match["pid"]), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it runs, as another user
+    except OSError:  # the process runs, but belongs to another user
         pass
     return False
 
@@ -153,7 +154,8 @@ def write_errors(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cause = error.__cause__ if isinstance(error, WriteError) else error  # of a file in a folder
+        # the cause has the errno, where the error comes from a file in a folder that is replaced
+        cause = error.__cause__ if isinstance(error, WriteError) else error
         reason = getattr(cause, "strerror", None) or cause
         advice = ADVICE.get(getattr(cause, "errno", 0), "look at the disk")
         raise WriteError(

@@ -14,8 +14,8 @@ FILE = "history.jsonl"
 
 
 def add(run: Path, event: str, *, iteration: int, **facts: Any) -> None:
-    """Append a line. event: started, resumed, changed, lost, damaged, ended ... iteration: finished
-    ones, from 0. facts: anything json can hold."""
+    """Append a line. event: started, resumed, changed, lost, damaged, ended ... iteration: how many
+    are finished. facts: anything json can hold."""
     row = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "event": event,
@@ -28,5 +28,5 @@ def add(run: Path, event: str, *, iteration: int, **facts: Any) -> None:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines, oldest first; what was damaged is left out, because nothing depends on it."""
+    """Return the lines, oldest first, without damaged ones: nothing depends on them."""
     return [line.row for line in lines.read(run / FILE) if line.row]

@@ -1,8 +1,8 @@
 """Files of JSON lines that only grow: metrics, history, scores, measurements, logs of judges.
 
 Rows are appended in one write and flushed, so a killed process leaves one torn line at most, the
-last. Whoever appends next removes it; whoever reads is told of it, and of every line that is not
-what was written.
+last. The next writer removes it. A reader learns of it, and of every line that differs from what
+was written.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from flowrl.runtime.store.side_files import FileModel, problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A line of a file as it was read back."""
+    """A line of a file that was read back."""
 
-    number: int  # from 1
-    text: bytes  # as it stands in the file; without "\n" at its end it was cut off
-    row: dict[str, Any] | None  # what it holds; None: it was cut off, edited or damaged
-    problem: str = ""  # why there is no row
+    number: int  # place in the file, from 1
+    text: bytes  # bytes as they stand in the file; the line was cut off if it does not end in "\n"
+    # JSON object of the line; None: the line was cut off, edited or damaged
+    row: dict[str, Any] | None
+    problem: str = ""  # reason why there is no row
 
 
 def append(path: Path, rows: Iterable[Mapping[str, Any]], **style: Any) -> None:
@@ -45,12 +46,14 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]], **style: Any) -> None:
         new = not path.exists()
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            with suppress(OSError):  # some network disks have no locks
+            # some network disks have no locks; there the append itself must suffice
+            with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_EX)
             size = _mend(handle)
             try:
                 files.put(handle, data)
-            except BaseException:  # no part of the rows stays
+            # remove all of the rows, whatever stopped the write in the middle
+            except BaseException:
                 os.ftruncate(handle, size)
                 raise
         finally:
@@ -62,9 +65,9 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]], **style: Any) -> None:
 def read(
     path: Path, shape: type[FileModel] = FileModel, *, newest: int | None = None
 ) -> Iterator[Line]:
-    """The lines of a file, oldest first, without empty ones; none of a file that is not there.
+    """Read the lines of a file, oldest first, without empty ones; no lines if there is no file.
 
-    shape: what each line's object must be; by default any object. newest: how many lines at the
+    shape: form that each line's object must have; default: any. newest: how many lines at the
     end are read, as a file may have grown for months; None: all.
     """
     if not path.exists():
@@ -81,7 +84,7 @@ def read(
 
 
 def _mend(handle: int) -> int:
-    """Cut off a last line without its end, or end it where it is whole JSON -> the size then."""
+    """Cut off a last line without its end, or end it if it is whole JSON -> the new size."""
     size = os.fstat(handle).st_size
     if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
         return size

@@ -1,7 +1,7 @@
 """One writer of a run folder: a lock that the system drops when its holder ends, however it ends.
 
 The lock is `flock` on RUN/run.lock, so a file that a killed process left never blocks anybody.
-Who holds it is written into the file, and can be read by everyone. It holds between processes of
+Its holder is written into the file, where everyone can read it. It holds between processes of
 one machine on any disk of its own, and between machines on NFS (v4, or v3 with lockd) and on
 cluster disks mounted with locks; a disk without locks is named in a warning.
 """
@@ -22,7 +22,7 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.store.files import ADVICE, WriteError
 
 FILE = "run.lock"
-PATIENCE = 1.0  # seconds: a command that is just ending is waited for
+PATIENCE = 1.0  # seconds of waiting for a command that is just ending
 NO_LOCKS = {ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP, EINVAL}
 
 
@@ -33,15 +33,15 @@ class Busy(ValueError):
 class Lock:
     """This process alone writes a folder, until `release`, or until nobody holds the object.
 
-    Within one process a folder may be locked several times: it is let go with the last of them.
+    Within one process a folder may be locked several times: the last of them releases it.
     """
 
     def __init__(self, folder: Path, doing: str) -> None:
-        """The folder must exist. doing: what this process does there, for the messages of others.
-        Held elsewhere -> Busy; a folder that cannot be written -> WriteError."""
+        """The folder must exist. doing: what this process does there, for the messages of others. A
+        holder elsewhere -> Busy; a folder that cannot be written -> WriteError."""
         self.folder, self.doing = folder, doing
-        self._new = False  # the file was not there before
-        # filelock has one object for a path, and drops the lock when nothing holds that object
+        self._new = False  # the lock's file did not exist before
+        # filelock has one object for each path, and drops the lock when the object is gone
         self._file: FileLock | None = None
         self.take()
 
@@ -79,7 +79,8 @@ class Lock:
     def withdraw(self) -> None:
         """Release it, and leave no file that was not there before."""
         if self._file is not None and self._new:
-            (self.folder / FILE).unlink(missing_ok=True)  # while nobody else can hold it
+            # before the release, while no other process can hold the lock
+            (self.folder / FILE).unlink(missing_ok=True)
         self.release()
 
     def __enter__(self) -> Lock:
@@ -94,7 +95,8 @@ def _write_owner(path: Path, doing: str) -> None:
     which is not locked."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "doing": doing}
-    with suppress(OSError):  # a full disk: what matters is the lock
+    # a full disk must not stop the run: the lock itself matters, not its owner's line
+    with suppress(OSError):
         path.write_text(json.dumps(owner) + "\n", encoding="utf-8")
 
 

@@ -33,22 +33,22 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """What a run folder holds; empty where a file is missing."""
+    """The content of a run folder; a field is empty where its file is missing."""
 
-    path: Path  # of the folder
-    config: str  # the text of config.yaml
+    path: Path  # path of the folder itself
+    config: str  # text of config.yaml
     metrics: list[dict[str, Any]]  # rows of metrics.jsonl, oldest first
-    evaluation: dict[str, Any]  # evaluation.json
-    notes: list[str] = field(default_factory=list)  # what was missing or damaged, as sentences
+    evaluation: dict[str, Any]  # content of evaluation.json
+    notes: list[str] = field(default_factory=list)  # sentences about missing and damaged files
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder is the folder of a run."""
     return (Path(path) / "config.yaml").is_file()
 
 
 def config_file(run: Path) -> Path:
-    """The config.yaml of a run; a folder without one -> ValueError."""
+    """Return the path of a run's config.yaml; a folder without one -> ValueError."""
     path = run / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{run} is not a run folder: it has no config.yaml")
@@ -56,7 +56,7 @@ def config_file(run: Path) -> Path:
 
 
 def read(path: Path) -> RunFolder:
-    """Read a run folder; one that is none, or a file in it that cannot be read -> ValueError."""
+    """Read a run folder; if it is not one, or a file in it cannot be read -> ValueError."""
     path = path.resolve()
     if not path.is_dir():
         raise ValueError(
@@ -91,7 +91,7 @@ def read_evaluation(run: Path) -> dict[str, Any]:
 
 
 def read_peak(run: Path) -> dict[str, Any]:
-    """Read peak.json of a run; {} where no peak of a held-out reward was sought or found."""
+    """Read peak.json of a run; {} if no peak of a held-out reward was sought or found."""
     path = run / PEAK
     return side_files.read(path, again="resume the run, which writes it") if path.exists() else {}
 
@@ -141,11 +141,11 @@ def read_metrics(run: str | Path, notes: list[str] | None = None) -> list[dict[s
 
 
 def truncate_metrics(run: str | Path, iteration: int) -> None:
-    """Forget what a run recorded after `iteration`, so that a resumed run records each iteration
+    """Forget the records of a run after `iteration`, so that a resumed run records each iteration
     once.
 
-    Later lines of metrics.jsonl and those that cannot be read go, and so do later pictures of
-    samples/, told by their names, iteration-000012.png.
+    Later lines of metrics.jsonl and unreadable lines are removed. So are later pictures of
+    samples/, whose names tell the iteration, iteration-000012.png.
     Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard
     drops the old ones).
     """
@@ -159,18 +159,18 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
 
 
 def metrics_digest(run: Path, iteration: int) -> str:
-    """SHA-256 of what metrics.jsonl records of the iterations up to `iteration`."""
+    """Return the SHA-256 of the lines of metrics.jsonl up to `iteration`."""
     return hashlib.sha256(_until(run, iteration).rstrip()).hexdigest()
 
 
 def _until(run: Path, iteration: int) -> bytes:
-    """The lines of metrics.jsonl of the iterations up to `iteration`."""
+    """Return the lines of metrics.jsonl up to `iteration`."""
     return b"".join(text for number, text in recorded(run).items() if number <= iteration)
 
 
 def recorded(run: Path, notes: list[str] | None = None) -> dict[int, bytes]:
-    """Read metrics.jsonl -> iteration -> its line, the last where there are several. Lines that
-    were cut off, edited or damaged are left out, each with a sentence in `notes`."""
+    """Read metrics.jsonl -> iteration -> its line, the last if there are several. Lines that were
+    cut off, edited or damaged are left out, each with a sentence in `notes`."""
     found: dict[int, bytes] = {}
     for line in lines.read(run / METRICS, MetricsRow):
         if line.row:
