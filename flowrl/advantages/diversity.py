@@ -23,19 +23,21 @@ from torch.nn.functional import normalize
 
 from flowrl.types import Rewards
 
-Above = Literal["lowest", "zero"]  # from where on a reward is discounted
-NOVELTY = "diversity/novelty"  # the name of the bonus among adjusted rewards
+# base above which a reward is discounted: its group's lowest, or 0
+Above = Literal["lowest", "zero"]
+NOVELTY = "diversity/novelty"  # name of the bonus among the adjusted rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How samples lie among the others of their groups; (B,) fp64, 0 of a sample without others."""
+    """How each sample lies among the other members of its group: (B,) fp64 each, 0 for a sample
+    that has no others."""
 
-    compared: Tensor  # (B,) bool: has a reward, and so has another member
-    cosine: Tensor  # mean over the others, in [-1, 1]
-    similarity: Tensor  # mean over the others of what the discount reads, in [0, 1]
+    compared: Tensor  # (B,) bool: the sample and another member of its group have a reward
+    cosine: Tensor  # mean cosine with the others, in [-1, 1]
+    similarity: Tensor  # mean similarity to the others, in [0, 1]; the discount reads it
     novelty: Tensor  # 1 - cosine with the nearest other, in [0, 2]
-    entropy: Tensor  # of the group's clusters, over its highest, log n, in [0, 1]
+    entropy: Tensor  # entropy of the group's clusters over its maximum log n, in [0, 1]
 
 
 def spread(
@@ -49,8 +51,8 @@ def spread(
     """Features (B, d), group (B,) int, valid (B,) bool -> how each sample lies in its group.
 
     temperature: similarity is exp((cosine - 1) / temperature); None: the cosine, at least 0.
-    threshold: members with such a cosine or a higher one are of one cluster, and so are those that
-    a chain of them joins. A valid row of features is finite and not 0.
+    threshold: members whose cosine is at least this are in one cluster, and so are members that a
+    chain of such pairs joins. A valid row of features is finite and not 0.
     """
     zeros = torch.zeros(len(group), dtype=torch.float64, device=features.device)
     cosine, similarity, novelty, entropy = (zeros.clone() for _ in range(4))
@@ -61,13 +63,13 @@ def spread(
         if n < 2:
             continue
         cos = cosines(features[rows])
-        # the discount reads similarities in [0, 1], whatever the cosine
+        # a cosine may be negative, and the discount needs similarities in [0, 1]
         near = cos.clamp(min=0) if temperature is None else ((cos - 1) / temperature).exp()
         others = ~torch.eye(n, dtype=torch.bool, device=cos.device)
         compared[rows] = True
         cosine[rows] = mean_over(cos, others)
         similarity[rows] = mean_over(near, others)
-        # means and maxima are over the others: everyone is like itself
+        # the diagonal is left out: each sample equals itself
         novelty[rows] = 1 - cos.masked_fill(~others, -torch.inf).amax(1)
         entropy[rows] = entropy_of(clusters(cos >= threshold)) / math.log(n)
     return Spread(
@@ -83,7 +85,8 @@ def cosines(features: Tensor) -> Tensor:
 
 
 def mean_over(values: Tensor, others: Tensor) -> Tensor:
-    """Mean of each row (n, n) over its others; in the order of the values, not of the members."""
+    """Mean of each row of (n, n) over its others, added in the order of the values, so that the
+    order of the members changes no bit."""
     ordered = values.masked_fill(~others, torch.inf).sort(1).values[:, :-1]
     return ordered.sum(1) / (len(values) - 1)
 
@@ -119,9 +122,9 @@ def adjusted(
 ) -> Rewards:
     """The rewards from which advantages are made.
 
-    What a reward exceeds its base by is divided by 1 + redundancy * similarity; redundancy G - 1
-    and above "zero" are DRA-GRPO's 1 + sum of similarities. Then novelty * nearest distance is
-    added, as a reward of its own. 0 changes no bit.
+    The part of a reward above its base is divided by 1 + redundancy * similarity; redundancy G - 1
+    with above="zero" gives DRA-GRPO's 1 + sum of similarities. Then novelty * nearest distance is
+    added as one more reward. redundancy 0 and novelty 0 change no bit.
     """
     terms, weights, total = dict(rewards.terms), dict(rewards.weights), rewards.total
     if redundancy:
@@ -154,7 +157,7 @@ def discounted(value: Tensor, group: Tensor, divisor: Tensor, *, above: Above) -
 def scaled(adv: Tensor, found: Spread, weight: float) -> Tensor:
     """adv * (1 - weight * entropy of its group): (B,) fp32 -> (B,) fp32; NaN stays NaN.
 
-    SEED-GRPO's linear scale has a weight above 0: groups that agree are learned from more. Below 0:
-    those that differ are.
+    SEED-GRPO's linear scale has a weight above 0 and learns more from groups that agree. A weight
+    below 0 learns more from groups that differ.
     """
     return (adv.double() * (1 - weight * found.entropy)).float()

@@ -1,7 +1,7 @@
 """Advantages within groups of samples: GRPO's z-score.
 
-Statistics are in fp64 and of (reward, group) alone: given the whole iteration, gathered over
-processes, the result does not depend on how many there are. Invalid samples enter none.
+Statistics are computed in fp64 from (reward, group) alone: over a whole iteration, gathered from
+all processes, the result does not depend on their number. Invalid samples enter no statistic.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def group_relative(
 ) -> Tensor:
     """A = (r - mean of its group) / (std + eps), clipped to +-clip: (B,), int (B,) -> (B,) fp32.
 
-    std: "group" takes that of its group, "global" of all rewards given (Flow-GRPO), None takes 1
-    (Dr. GRPO). ddof: 0 or 1. A group with std < 1e-6 gets 0, and so does an invalid sample (valid
-    False, or a NaN reward).
+    std: "group" divides by the standard deviation of the group, "global" by that of all rewards
+    given (Flow-GRPO), None by 1 (Dr. GRPO). ddof: 0 or 1. A group with std < 1e-6 gets 0, and so
+    does an invalid sample (valid False, or a NaN reward).
     """
     ok = usable(rewards, valid)
     r = torch.where(ok, rewards.double(), 0.0)
@@ -60,7 +60,7 @@ def centred_and_std(r: Tensor, g: Tensor, ok: Tensor, ddof: int) -> tuple[Tensor
 
 
 def std_of_all(r: Tensor, ok: Tensor, ddof: int) -> Tensor:
-    """Standard deviation of the ok values of r (n,) fp64, repeated for each -> (n,)."""
+    """Standard deviation of the ok values of r (n,) fp64, repeated for each value -> (n,)."""
     one_group = torch.zeros(len(r), dtype=torch.int64, device=r.device)
     return centred_and_std(r, one_group, ok, ddof)[1]
 

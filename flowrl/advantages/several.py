@@ -26,8 +26,8 @@ def combine(
 
     "rewards": z-score of the weighted sum (Flow-GRPO). "advantages": weighted sum of one z-score
     per reward, which no reward's scale can dominate (DanceGRPO, MixGRPO). "gdpo": that sum divided
-    by its standard deviation over all samples given (arXiv:2601.05242). Each reward enters as it is
-    counted, 0 behind a closed gate.
+    by its standard deviation over all samples given (arXiv:2601.05242). Each reward enters with the
+    value that is counted, which is 0 behind a closed gate.
     """
     z_score = partial(group_relative, group=group, valid=rewards.valid, std=std, ddof=ddof, eps=eps)
     if how == "rewards":
@@ -36,7 +36,7 @@ def combine(
     parts = [weight * z_score(rewards.terms[name], clip=None) for name, weight in weights.items()]
     total = torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards.total)
     if how == "gdpo":
-        # not centred again: that would give flat groups the rounding of the mean as a signal
+        # the sum is not centred again: flat groups would get the mean's rounding as a signal
         scale = std_of_all(total.double(), rewards.valid, ddof)
         total = torch.where(scale >= FLAT, total / (scale + eps), 0.0).float()
     return total if clip is None else total.clamp(-clip, clip)
@@ -45,8 +45,8 @@ def combine(
 def best_worst(adv: Tensor, group: Tensor, keep: int) -> Tensor:
     """DanceGRPO's best-of-N, the best and worst samples of each group: (B,), (B,) -> (B,) bool.
 
-    The ceil(keep/2) highest and floor(keep/2) lowest; of equal advantages the earlier counts as the
-    lower. A group of at most `keep` is kept whole.
+    Keeps the ceil(keep/2) highest and the floor(keep/2) lowest; the earlier one of two equal
+    advantages counts as the lower. A group of at most `keep` samples is kept whole.
     """
     if keep < 1:
         raise ValueError(
@@ -63,7 +63,7 @@ def win_rate(values: Tensor, group: Tensor) -> Tensor:
     """Share of its group's other members that each value exceeds: (B,), (B,) -> (B,) in [0, 1].
 
     Pref-GRPO's reward (arXiv:2508.20751), with comparisons made by a point-wise score. A tie counts
-    a half; NaN is not compared with and stays NaN; a value alone gets 0.5. fp32.
+    1/2; NaN is compared with nothing and stays NaN; a value alone in its group gets 0.5. fp32.
     """
     out = torch.full(values.shape, torch.nan, device=values.device)
     for g in group.unique():

@@ -23,7 +23,7 @@ def spread(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Te
     """The mean of the leaves (B,) below each transition -> (N,) fp32.
 
     On a path without forks it is the leaf's own value. Leaves that are NaN or not in valid (B,)
-    bool are left out of the mean; a transition above such leaves alone gets 0.
+    bool are left out of the mean; a transition all of whose leaves are left out gets 0.
     """
     total, count = sums_below(rollout, leaf, valid)
     return (total / count.clamp(min=1)).float()
@@ -41,8 +41,8 @@ def siblings(
     """Z-score of the mean leaf among transitions that leave one state: leaf (B,) -> (N,) fp32.
 
     TempFlow-GRPO's group of (prompt, seed, step), on the plan fan. Each sibling counts once,
-    however many leaves it has. NaN or invalid leaves are left out, and so are transitions above
-    such leaves alone, which get 0; a transition without siblings gets 0.
+    however many leaves it has. NaN or invalid leaves are left out; a transition all of whose leaves
+    are left out is no sibling and gets 0, and so does a transition without siblings.
     """
     total, count = sums_below(rollout, leaf, valid)
     return group_relative(
@@ -53,10 +53,11 @@ def siblings(
 def td(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """Value that a transition reaches minus the value it leaves: leaf (B,) -> (N,) fp32.
 
-    In the unit of leaf. A value is the mean of the leaves below; those below a state are below any
-    transition with its rollout.src. Along a path the sum is the leaf minus the value of its first
-    stored state; over siblings, weighted by their leaves, it is 0; without siblings it is exactly
-    0. NaN or invalid leaves are left out; a transition above such leaves alone gets 0.
+    The result has the unit of leaf. A value is the mean of the leaves below; the leaves below a
+    state are those below all transitions with its rollout.src. Along a path the sum is the leaf
+    minus the value of its first stored state; over siblings, weighted by their leaves, it is 0;
+    without siblings it is exactly 0. NaN or invalid leaves are left out; a transition all of whose
+    leaves are left out gets 0.
     """
     return exact_td(rollout, leaf, valid).float()
 
@@ -66,7 +67,8 @@ def exact_td(rollout: Rollout, leaf: Tensor, valid: Tensor | None) -> Tensor:
     total, count = sums_below(rollout, leaf, valid)
     _, state = torch.unique(rollout.src, return_inverse=True)
     zeros = torch.zeros_like(total)
-    # sums, not means, are added over siblings: an only child divides the same two numbers twice
+    # Sums are added over siblings, not means: an only child then divides the same two numbers
+    # twice, and the difference is exactly 0.
     before = zeros.index_add(0, state, total) / zeros.index_add(0, state, count).clamp(min=1)
     return torch.where(count > 0, total / count.clamp(min=1) - before[state], 0.0)
 
@@ -153,7 +155,8 @@ def tree_backup(
     temperature), or the mean of its leaves where it has no stored children. log-prob is the
     mean-reduced one under the behaviour policy: with a sum over 1e4 dims one child would take all.
     Leaves that are NaN or not in valid (B,) bool are left out, because the 0 that group_relative
-    gives an invalid sample does not estimate its transitions; those above such leaves alone get 0.
+    gives an invalid sample does not estimate its transitions; a transition all of whose leaves are
+    left out gets 0.
     """
     ok = usable(leaf_advantages, valid)
     return backed_up(rollout, leaf_advantages, ok, temperature)[0].float()
@@ -171,8 +174,8 @@ def granular(
     """G2RPO (arXiv:2510.01982): z-scores of each stride's leaves, summed: (B,) -> (N,) fp32.
 
     The n-th leaf right below a transition is that of its n-th stride (plan.granular); it is
-    compared with the n-th leaves of the transitions that leave the same state. Clipped after the
-    sum. NaN or invalid leaves are left out; a transition with none right below it gets 0.
+    compared with the n-th leaves of the transitions that leave the same state. The sum is
+    clipped. NaN or invalid leaves are left out; a transition with none right below it gets 0.
     """
     rows = torch.nonzero(rollout.leaf_edge >= 0).flatten()
     at, rewards = rollout.leaf_edge[rows], rewards_total[rows]
@@ -211,7 +214,7 @@ def softmax_mean(
 ) -> tuple[Tensor, Tensor]:
     """Mean of the values (K,) that go `to` each place -> (size,), whether any do (size,) bool.
 
-    Weighted by softmax(logits) over those that are ok.
+    The weights are softmax(logits) over the values that are ok.
     """
     values, logits, to = values[ok], logits[ok], to[ok]
     lowest = torch.full((size,), -torch.inf, dtype=torch.float64, device=values.device)
@@ -250,7 +253,8 @@ def leaves_below(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def of_transitions(rollout: Rollout, of_leaf: Tensor) -> Tensor:
-    """What all leaves below a transition have in common, as their prompt: (B,) -> (N,) int64."""
+    """A value that all leaves below a transition share, such as their prompt: (B,) -> (N,)
+    int64."""
     leaves, transitions, _ = leaves_below(rollout)
     zeros = torch.zeros(len(rollout.src), dtype=torch.int64, device=of_leaf.device)
     return zeros.index_put((transitions,), of_leaf[leaves])

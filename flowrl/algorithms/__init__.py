@@ -1,6 +1,7 @@
 """Methods, one file each: which steps or samples are trained, how they get credit, and the loss.
 
-Files of this folder are methods; common/ is what they share. A method of one's own is a subclass of
+Each file of this folder is a method; common/ holds what they share. A method of one's own is a
+subclass of
 one of the classes here (docs/extending.md).
 """
 

@@ -18,7 +18,7 @@ from flowrl.algorithms.common import base, forward
 from flowrl.runtime.rule import read_above, read_when
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
-TINY = 1e-10  # added to m where a root is taken
+TINY = 1e-10  # added to m before a root, whose derivative is infinite at 0
 OFF_POLICY = read_when("algorithm.off_policy", True)
 KEEPS_OLD = OFF_POLICY | read_above("algorithm.ema_weight", 0)
 
@@ -27,12 +27,12 @@ class AWMConfig(forward.ForwardConfig, forward.Follower):
     levels: forward.Levels = Field(
         "stratified",
         description=(
-            "Noise levels trained: of the schedule, one from each of equal parts of it, or"
-            " continuous."
+            "Which noise levels are trained: levels of the schedule, one from each of its equal"
+            " parts (stratified), or continuous levels."
         ),
     )
     share: Literal["sample", "group", "all"] = Field(
-        "all", description="Who is trained at the same noise levels."
+        "all", description="Which samples are trained at the same noise levels."
     )
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = Field(
         "ghuber",
@@ -53,7 +53,8 @@ class AWMConfig(forward.ForwardConfig, forward.Follower):
     off_policy: bool = Field(
         False,
         description=(
-            "Rollouts and ratios of the old policy, not of the current one, whose ratio is 1."
+            "The old policy samples the rollouts, and ratios compare with it; off: the current"
+            " policy samples, and its ratio is 1."
         ),
     )
     old_slope: Annotated[forward.Slope, KEEPS_OLD] = 0.001
@@ -81,7 +82,7 @@ class AWM(forward.ForwardMethod):
     ) -> dict[str, Tensor]:
         """fit = -w(m), fit_old (n,); old (n,): distance to the old policy, where it is read."""
         fit = -self.weighted(rows.error(v), rows.level)
-        # on-policy: old weights are those of the update's start
+        # on-policy, the old weights are those with which the update starts
         scores = {"fit": fit, "fit_old": fit.detach()}
         if self.reads_old:
             v_old = other("old")

@@ -24,7 +24,9 @@ from flowrl.types import Advantages, Columns, LossOutput, Rollout
 class CRDConfig(forward.ForwardConfig):
     share: Literal["group", "all"] = Field(
         "group",
-        description="Who is trained at the same noise levels, at which rewards are centred.",
+        description=(
+            "Which samples are trained at the same noise levels, at which rewards are centred."
+        ),
     )
     beta: PositiveFloat = Field(1.0, description="Scale of the implicit reward.")
     form: Literal["mse", "bce"] = Field(
@@ -34,7 +36,8 @@ class CRDConfig(forward.ForwardConfig):
     temperature: PositiveFloat | None = Field(
         None,
         description=(
-            "Means are weighted by softmax(+-rho / temperature), both averaged; none: evenly."
+            "Temperature of the weights softmax(+-rho / temperature) of the means, whose losses"
+            " are averaged over both signs; none: equal weights."
         ),
     )
     kl_weight: NonNegativeFloat = Field(
@@ -43,7 +46,10 @@ class CRDConfig(forward.ForwardConfig):
     kl_floor: Annotated[float, read_above("algorithm.kl_weight", 0)] = Field(
         1e-4,
         ge=0,
-        description="Distance weight of the worst sample, at most kl_weight, that of the best.",
+        description=(
+            "Weight of the distance for the worst sample, at most kl_weight, which is the weight"
+            " for the best."
+        ),
     )
     reference_guidance: Annotated[float | Literal["none"], read_above("algorithm.kl_weight", 0)] = (
         Field("none", description="Guidance of the reference: a scale (4.5 distils it), or none.")
@@ -83,7 +89,8 @@ class CRD(forward.ForwardMethod):
             term = term + self.gap(guess, target) * (c.adv_clip / c.beta) / len(signs)
         metrics = {"policy/implicit_reward": implicit, "policy/distillation_error": term}
         floor = min(c.kl_floor, c.kl_weight)
-        held_by = floor + rho * (c.kl_weight - floor)  # better samples are held more
+        # the better a sample, the nearer it is kept to the reference
+        held_by = floor + rho * (c.kl_weight - floor)
         term = base.plus_kl(term, scores, metrics, held_by)
         return base.summed(term, metrics, batch)
 

@@ -23,10 +23,10 @@ from flowrl.types import Columns, LossOutput
 
 class DGPOConfig(forward.ForwardConfig, forward.Follower):
     steps: PositiveInt | None = Field(
-        4, description="Noise levels trained per sample; none: all of those there are."
+        4, description="How many noise levels each sample is trained at; none: all levels in use."
     )
     share: Literal["group", "all"] = Field(
-        "all", description="Who is trained at the same noise levels."
+        "all", description="Which samples are trained at the same noise levels."
     )
     range: float = Field(
         0.7, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used."
@@ -99,7 +99,7 @@ class DGPO(forward.ForwardMethod):
         c, d = self.config, scores["error"]
         with torch.no_grad():
             total, _, place = base.sums(batch.adv * (d - scores["error_ref"]), batch.host("unit"))
-            # 1/2 at the reference, 0 once the group is solved
+            # weight of the group: 1/2 at the reference, 0 once the group is solved
             doubt = torch.sigmoid(c.beta * total[place] / batch.members)
             stopped = self.stopped(scores, batch)
         term = doubt * batch.adv * torch.where(stopped, d.detach(), d)

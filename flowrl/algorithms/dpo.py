@@ -25,12 +25,16 @@ class DPOConfig(forward.ForwardConfig):
     levels: forward.Levels = Field(
         "logit_normal",
         description=(
-            "Noise levels trained: continuous, of the schedule, or one from each of equal parts"
-            " of it."
+            "Which noise levels are trained: continuous levels, levels of the schedule, or one"
+            " from each of its equal parts (stratified)."
         ),
     )
     share: Literal["group", "all"] = Field(
-        "group", description="Who is trained at the same noise levels: winner and loser, or all."
+        "group",
+        description=(
+            "Which samples are trained at the same noise levels: winner and loser of a group, or"
+            " all."
+        ),
     )
     adv_clip: PositiveFloat = Field(
         1e6, description="Advantages are clipped to this size; a pair is ranked by them."

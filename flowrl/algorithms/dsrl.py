@@ -29,13 +29,18 @@ class DSRLConfig(base.Credit):
         1.5, description="Largest mean of the initial noise, in its standard deviations."
     )
     spread: float = Field(
-        2.0, ge=1, description="Largest factor of its standard deviation, either way; 1: fixed."
+        2.0,
+        ge=1,
+        description=(
+            "Largest factor by which the noise's standard deviation may grow or shrink; 1: it is"
+            " fixed."
+        ),
     )
     cells: PositiveInt = Field(
         1,
         description=(
-            "Cells of each axis, but the channels', in which mean and deviation are one; 1: one of"
-            " each a channel."
+            "Number of cells along each axis but the channels'; mean and deviation are the same"
+            " within a cell. 1: one mean and one deviation a channel."
         ),
     )
     solver: Solver = Field("euler", description="Solver of rollouts.")
@@ -67,7 +72,7 @@ class DSRL(base.Algorithm):
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """A row a sample with a signal; noise_key names the noise that it began with."""
+        """One row for each sample with a signal; noise_key names the noise from which it began."""
         assert rollout.start_key is not None
         signal = advantages.leaf.nan_to_num() != 0
         sample = torch.nonzero(signal).flatten()

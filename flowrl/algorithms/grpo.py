@@ -41,7 +41,7 @@ class GRPOConfig(TransitionConfig):
     dual_clip: float | None = Field(
         None,
         gt=1,
-        description="Most the ratio counts where advantages are negative (dual-clip PPO).",
+        description="Largest ratio that counts where advantages are negative (dual-clip PPO).",
     )
     step_weight: Literal["none", "noise", "inverse_step"] = Field(
         "none",
@@ -82,7 +82,8 @@ class GRPO(transitions.TransitionMethod):
         data, how = dict(rows.data), self.config.step_weight
         if how != "none":
             data["scale"] = step_weight(how, rollout, rows)
-        if self.config.ratio == "guard":  # of the old policy: 0, but for low precision
+        # the old policy's own value is 0, but for rounding in low precision
+        if self.config.ratio == "guard":
             data["normed"] = torch.zeros_like(rows.log_prob)
         if self.couples == "sample":
             data["unit"] = rows.sample
@@ -110,7 +111,7 @@ class GRPO(transitions.TransitionMethod):
         """
         c, (low, high) = self.config, self.config.clip
 
-        # Ratio of the new policy to the old one: of each step, or one for all steps of a sample.
+        # Ratio of the new policy to the old one: one a step, or one for all steps of a sample.
         step_log_ratio = log_ratio = scores["log_prob"] - batch.log_prob  # (n,)
         if c.ratio == "guard":
             log_ratio = scores["normed"] - batch.normed
@@ -131,7 +132,8 @@ class GRPO(transitions.TransitionMethod):
         if c.step_weight != "none":
             term = term * batch.scale
 
-        # KL to the reference, outside of the clip: it holds the policy also where that stops it.
+        # KL to the reference, outside the clip: it has a gradient also where the clip stops the
+        # ratio.
         metrics = {
             "policy/clip_fraction": stopped,
             "policy/log_ratio": log_ratio.abs(),

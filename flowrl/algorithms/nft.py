@@ -24,7 +24,8 @@ class NFTConfig(forward.ForwardConfig):
     beta: PositiveFloat = Field(
         1.0,
         description=(
-            "Inverse guidance strength: half doubles the step aimed at; 0.1 is fast, less stable."
+            "Inverse guidance strength: half of it doubles the step that is aimed at; 0.1 is fast"
+            " and less stable."
         ),
     )
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = Field(
@@ -43,8 +44,8 @@ class NFTConfig(forward.ForwardConfig):
     decay: Literal[0, 1, 2] = Field(
         1,
         description=(
-            "Old policy's decay after n optimizer steps. 0: 0, copied; 1: min(n / 1000, 0.5); 2: 0"
-            " until n = 75, then to 0.999."
+            "Decay of the old policy after n optimizer steps. 0: always 0, a copy; 1: min(n /"
+            " 1000, 0.5); 2: 0 until n = 75, then growing to 0.999."
         ),
     )
 

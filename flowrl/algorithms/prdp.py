@@ -70,7 +70,7 @@ class PRDP(transitions.GroupMethod):
         old = batch.dims * (batch.log_prob - scores["log_prob_ref"])
         near = batch.dims * c.clip
         clipped = torch.minimum(torch.maximum(ratio, old - near), old + near)
-        # of a sample, summed over its steps
+        # log-ratios of a sample, summed over its steps
         r_hat, _, place = base.sums(ratio, batch.sample)
         r_clip, _, _ = base.sums(clipped, batch.sample)
         first = transitions.first_rows(place)
@@ -98,7 +98,7 @@ def pair_terms(gap: Tensor, clipped: Tensor, group: Tensor) -> tuple[Tensor, Ten
     plain = (gap[:, None] - gap[None]).square()
     near = (clipped[:, None] - clipped[None]).square()
     count = peers.sum(1).clamp(min=1)
-    # not maximum: of equal ones the clipped one's gradient holds
+    # torch.where, not torch.maximum: where both are equal, the clipped term gives the gradient
     larger = torch.where(near < plain, plain, near)
     return (larger * peers).sum(1) / count, ((near > plain) & peers).sum(1) / count
 

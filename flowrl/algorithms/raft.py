@@ -19,7 +19,7 @@ from flowrl.algorithms.common import base, forward
 from flowrl.runtime.rule import Rule, read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
-# rows with less of their group's weight are left out: they would cost as much as the others
+# least share of its group's weight with which a row is trained: every row costs the same time
 LEAST = 1e-4
 
 
@@ -27,8 +27,8 @@ class RAFTConfig(forward.ForwardConfig):
     levels: forward.Levels = Field(
         "logit_normal",
         description=(
-            "Noise levels trained: continuous, of the schedule, or one from each of equal parts"
-            " of it."
+            "Which noise levels are trained: continuous levels, levels of the schedule, or one"
+            " from each of its equal parts (stratified)."
         ),
     )
     adv_clip: PositiveFloat = Field(
@@ -38,10 +38,10 @@ class RAFTConfig(forward.ForwardConfig):
         "best", description="Train the best samples of a group, or all, weighted by softmax."
     )
     top: Annotated[PositiveInt, read_when("algorithm.select", "best")] = Field(
-        1, description="Samples of a group that are trained."
+        1, description="How many samples of a group are trained."
     )
     temperature: Annotated[PositiveFloat, read_when("algorithm.select", "softmax")] = Field(
-        1.0, description="Of the softmax over the advantages."
+        1.0, description="Temperature of the softmax over the advantages."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (

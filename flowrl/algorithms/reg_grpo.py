@@ -24,7 +24,7 @@ from flowrl.types import Columns, LossOutput
 class RegGRPOConfig(TransitionConfig):
     scale: Literal["std", "fixed"] = Field(
         "std",
-        description="What a log-ratio is divided by: its group's std + ratio_eps, or ratio_eps.",
+        description="Divisor of a log-ratio: its group's std + ratio_eps, or ratio_eps alone.",
     )
     ratio_eps: PositiveFloat = Field(
         1e-4, description="Size of a log-ratio (per latent dim) that counts as small."

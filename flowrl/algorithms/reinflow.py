@@ -43,25 +43,25 @@ class ReinFlowConfig(grpo.GRPOConfig):
     )
     noise: tuple[PositiveFloat, PositiveFloat] = Field(
         (0.1, 0.24),
-        description="Least and most standard deviation of a step, in units of the latents.",
+        description="Smallest and largest standard deviation of a step, in units of the latents.",
     )
     hold: NonNegativeInt | None = Field(
         None, description="Iterations before the upper bound falls; none: it stays."
     )
     fall: Annotated[PositiveInt, read_with("algorithm.hold")] = Field(
-        100, description="Iterations in which it falls, along a cosine."
+        100, description="Iterations in which the upper bound falls, along a cosine."
     )
     floor: Annotated[float, read_with("algorithm.hold")] = Field(
-        0.7, ge=0, le=1, description="Share of the range that is left then."
+        0.7, ge=0, le=1, description="Share of the range of the noise that is left after the fall."
     )
     entropy_weight: NonNegativeFloat = Field(
-        0.0, description="Weight of the steps' entropy, which the loss raises; 0: none."
+        0.0, description="Weight with which the loss raises the entropy of the steps; 0: none."
     )
     entropy_clip: tuple[PositiveFloat, PositiveFloat] | None = Field(
         None,
         description=(
-            "Rows whose std left 1 - first .. 1 + second times the old one give no gradient; none:"
-            " all do."
+            "Rows whose std is outside 1 - first .. 1 + second times the old std give no gradient;"
+            " none: all rows give one."
         ),
     )
 
@@ -124,8 +124,8 @@ class ReinFlow(grpo.GRPO):
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """With entropy_clip also log_std (n,) of the rollout, which the stored log-prob and the
-        noise that made the step tell: log p = -mean(noise^2) / 2 - log_std - log(2 pi) / 2."""
+        """Add log_std (n,) of the rollout, with entropy_clip. It follows from the stored log-prob
+        and the noise that made the step: log p = -mean(noise^2) / 2 - log_std - log(2 pi) / 2."""
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         if self.config.entropy_clip is None:
             return rows
@@ -140,7 +140,7 @@ class ReinFlow(grpo.GRPO):
         return {"log_std": step.std.log().expand_as(y).flatten(1).mean(1)}
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        """GRPO's, where rows beyond entropy_clip have a value and no gradient."""
+        """GRPO's loss, in which rows beyond entropy_clip have a value and no gradient."""
         c, log_prob, log_std = self.config, scores["log_prob"], scores["log_std"]
         metrics = {"policy/step_std": log_std.exp()}
         if c.entropy_clip is not None:

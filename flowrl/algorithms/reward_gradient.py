@@ -47,16 +47,26 @@ class RewardGradientConfig(base.Anchor):
         0.75, description="Share of the schedule before which no gradient begins."
     )
     mean: Annotated[Share, read_when("algorithm.begin", "normal")] = Field(
-        0.84, description="Where it begins on average, as a share of the schedule; ..."
+        0.84,
+        description=(
+            "Mean of the normal distribution from which the beginning is drawn, as a share of the"
+            " schedule."
+        ),
     )
     spread: Annotated[PositiveFloat, read_when("algorithm.begin", "normal")] = Field(
-        0.1, description="... and its deviation."
+        0.1, description="Standard deviation of that distribution."
     )
     estimate: bool = Field(
-        False, description="One estimate of the data from where the gradient begins, no more steps."
+        False,
+        description=(
+            "Replace the steps after the beginning of the gradient by one estimate of the data."
+        ),
     )
     noised: NonNegativeInt = Field(
-        0, description="Times a finished sample is noised again to the last noise level; 0: none."
+        0,
+        description=(
+            "How many times a finished sample is noised again to the last noise level; 0: none."
+        ),
     )
     objective: Literal["reward", "hinge", "distance"] = Field(
         "reward", description="The loss: -R, max(0, target - R), or |target - R|."
@@ -64,9 +74,9 @@ class RewardGradientConfig(base.Anchor):
     target: Annotated[float, read_when("algorithm.objective", "hinge", "distance")] = Field(
         2.0, description="Reward that is aimed at, in the units of the weighted sum."
     )
-    scale: PositiveFloat = Field(1.0, description="The loss is multiplied by it.")
+    scale: PositiveFloat = Field(1.0, description="Factor by which the loss is multiplied.")
     rescale: bool = Field(
-        False, description="Divide the gradient of an estimate by its sigma, which values keep."
+        False, description="Divide the gradient of an estimate by its sigma; its value stays."
     )
     checkpoint: bool = Field(
         True, description="Compute each network call again for its gradient, to save memory."
@@ -113,7 +123,8 @@ class RewardGradient(base.Anchored):
         if c.begin == "uniform":
             return int(torch.randint(low, steps, (), generator=generator))
         drawn = 0
-        while not 1 <= drawn < steps and steps > 1:  # AlignProp draws again, too
+        # a step outside the schedule is drawn again, as in AlignProp
+        while not 1 <= drawn < steps and steps > 1:
             drawn = int((c.mean + c.spread * torch.randn((), generator=generator)) * steps)
         return drawn
 
@@ -144,7 +155,7 @@ class RewardGradient(base.Anchored):
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """A row a sample, or a noised copy of one."""
+        """One row for each sample, or for each noised copy of a sample."""
         copies = max(1, self.config.noised)
         sample = torch.nonzero(~advantages.leaf.isnan()).flatten().repeat_interleave(copies)
         number = torch.arange(copies, device=sample.device).repeat(len(sample) // copies)
@@ -187,7 +198,8 @@ class RewardGradient(base.Anchored):
     def sample(
         self, velocity: Callable[[Tensor, float], Tensor], rollout: Rollout, batch: Columns
     ) -> tuple[Tensor, float]:
-        """(samples (n, *L) with a gradient from where it begins, their noise level)."""
+        """Samples (n, *L), whose gradient starts at the plan's trained step, and their noise
+        level."""
         c, plan = self.config, rollout.plan
         sigma, sigma_next = plan.sigma.tolist(), plan.sigma_next.tolist()
         if c.noised:  # DRaFT-LV: each sample once more, from noise of its own at the last level
@@ -196,7 +208,7 @@ class RewardGradient(base.Anchored):
             return estimated(velocity, x, sigma[-1], rescale=c.rescale), 0.0
         begin = int(torch.nonzero(plan.trained))
         x = rollout.at(rollout.src[rollout.leaf_edge[batch.sample]])
-        # a single step that ends at 0 is an estimate, too
+        # a single step that ends at sigma 0 is the same as an estimate
         if c.estimate or (begin == plan.edges - 1 and not sigma_next[-1]):
             return estimated(velocity, x, sigma[begin], rescale=c.rescale), 0.0
         for s, end in zip(sigma[begin:], sigma_next[begin:], strict=True):

@@ -36,7 +36,7 @@ def budget(
     log.setup()
     with one_sentence_errors():
         cfg = parse_config(overrides)
-        # mistakes in the words are told before an architecture is built
+        # mistakes in the words are reported before an architecture is built, which takes seconds
         check_known(cfg, gpus, machines)
         where = roofline.device(device).over(machines, gpus)
         found = fit.fit(Planner(cfg, where, gpus=gpus))
@@ -60,7 +60,7 @@ def tables(found: Any) -> list[Any]:
 
     from flowrl.training.budget.fit import CARDS, as_words
 
-    # an iteration, phase by phase
+    # First table: one row for each phase of an iteration.
     b = found.own
     processes = f", {b.gpus} processes" if b.gpus > 1 else ""
     phases = Table(
@@ -84,14 +84,14 @@ def tables(found: Any) -> list[Any]:
     total = f"{b.seconds:.3g}", f"{b.flops / 1e12:.4g}"
     phases.add_row("an iteration", f"{b.peak:.2f}", "", *total, "", style="bold")
 
-    # what stays from phase to phase
+    # Second table: what stays in memory from phase to phase.
     stays = Table(title=f"What stays, GB ({b.parameters['trained']:,} trained weights)")
     for name in ("of", "GB"):
         stays.add_column(name, justify="left" if name == "of" else "right")
     for name, size in b.fixed.items():
         stays.add_row(name, f"{size:.2f}")
 
-    # the settings with which each card holds the run
+    # Third table: the settings with which each card holds the run.
     cards = Table(title=f"Cards ({b.device.source})")
     for name in ("card", "fits", "needs GB", "seconds an iteration"):
         cards.add_column(name, justify="right" if "s" in name[-2:] and name != "fits" else "left")

@@ -39,8 +39,8 @@ Dtype = Annotated[
 ]
 
 LARGEST_SEED = 2**63 - 1
-MAY_BE_EMPTY = ("prompts", "--prompt")  # texts of prompts
-MOST = 20  # lines of wrong settings that are printed
+MAY_BE_EMPTY = ("prompts", "--prompt")  # parameters whose text may be empty: they take prompts
+MOST = 20  # most lines of wrong settings that are printed
 
 
 class Command(TyperCommand):
@@ -48,7 +48,8 @@ class Command(TyperCommand):
     writes out ~ and variables in its paths, which a shell leaves in --output=~/x."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = self.make_parser(ctx).parse_args([*args])[0]  # an empty path would become "."
+        # read as text: a Path would turn "" into "."
+        words = self.make_parser(ctx).parse_args([*args])[0]
         for param in self.params:
             given, name = words.get(param.name or ""), max(param.opts, key=len)
             empty = "" in (given if isinstance(given, list | tuple) else (given,))
@@ -72,8 +73,8 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
     """Print errors of the user's as one sentence and leave with exit code 2: a ValueError inside
     means that their input was wrong, a RewardBug that their reward is.
 
-    disk: the exit code of an OSError, 1 where something was done before it; that of a file that
-    cannot be written is 1.
+    disk: exit code of an OSError, 1 where something was done before it. A file that cannot be
+    written always gives 1.
     """
     try:
         yield
@@ -82,7 +83,8 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
         from flowrl.runtime.memory import ran_out
         from flowrl.runtime.store.files import WriteError
 
-        lost = sys.modules.get("flowrl.runtime.processes.world")  # not there: nobody to lose
+        # not imported: there are no other processes
+        lost = sys.modules.get("flowrl.runtime.processes.world")
         if lost is not None and isinstance(error, lost.Lost):
             stop(error, 1)
         if isinstance(error, RewardUnavailable | WriteError) or ran_out(error):
@@ -156,7 +158,7 @@ def parse_columns(words: list[str] | None) -> dict[str, str]:
 
 
 def call_arguments(words: list[str] | None) -> dict[str, Any]:
-    """Read --pipeline NAME=VALUE ..., as a text where an argument is one."""
+    """Read --pipeline NAME=VALUE ...; a value stays a text where its argument is a text."""
     from flowrl.data import conditions
     from flowrl.policy.load import call_options
     from flowrl.runtime.typed_text import kinds_of_argument

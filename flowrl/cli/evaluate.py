@@ -94,7 +94,7 @@ def evaluate(
         how: dict[str, Any] = {"images": images, "steps": steps, "guidance": scale, "rlg": rlg}
         of_suites: dict[str, Any] = {"best_of": best_of, "count": count, "prompts": prompts}
         words = {"rewards": reward or (), "held_out": held_out or ()}
-        # with a suite, with options that need one, or on the run's own prompts
+        # three cases: with a suite, with options that need one, or on the run's own prompts
         if suite is not None:
             chosen = {"seed": seed or 0, **how, **of_suites, **words}
             _evaluate_suite(runs, suite, output, world, **chosen)

@@ -128,7 +128,7 @@ def generate(
                 "--reward chooses among samples, and one is made of each prompt; add --best-of 4,"
                 " --search or --refine, or leave --reward out"
             )
-        # what is wrong with the words is known by now; loading a model takes minutes
+        # the words are checked before this line, because loading a model takes minutes
         policy = _load(model, lora, pipeline, hints)
         _check_scale(policy, guidance, pipeline)
         made = generation.generate(policy, asked, **how)
@@ -169,7 +169,7 @@ def _check_scale(policy: Any, guidance: str, words: list[str] | None) -> None:
 
 
 def _search(words: list[str] | None, calls: int | None) -> Any:
-    """A Search of HOW and SETTING=VALUE; None: none is asked for."""
+    """Build a Search from HOW and SETTING=VALUE; return None where no search is asked for."""
     from dataclasses import fields
 
     from flowrl.rollouts.search import Search
@@ -194,7 +194,7 @@ def _search(words: list[str] | None, calls: int | None) -> Any:
 
 
 def _refine(rounds: int | None, enough: float | None) -> Any:
-    """A Refine of so many rounds; None: none is asked for."""
+    """Build a Refine of this many rounds; return None where no refinement is asked for."""
     from flowrl.rollouts.inference.refine import Refine
 
     if rounds is None:
@@ -205,8 +205,8 @@ def _refine(rounds: int | None, enough: float | None) -> Any:
 
 
 def _meta_of(rewards: Any, prompts: list[Any]) -> list[dict[str, Any]] | None:
-    """What the shapes reward, if it is in the set, reads about prompts of its world that bring
-    nothing else."""
+    """Meta that the shapes reward, if it is in the set, reads for prompts that bring only a
+    text."""
     if (
         rewards is None
         or not isinstance(prompts[0], str)
@@ -219,7 +219,7 @@ def _meta_of(rewards: Any, prompts: list[Any]) -> list[dict[str, Any]] | None:
 
 
 def _save(made: Any, output: Path | None) -> None:
-    """Write each item; several get numbers. What was made is not lost to a suffix."""
+    """Write each item; several items get numbers. A wrong suffix does not lose what was made."""
     from flowrl.data import media
     from flowrl.runtime.log import logger
     from flowrl.runtime.store import files

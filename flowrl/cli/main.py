@@ -47,7 +47,8 @@ def main() -> None:
     except SystemExit as end:
         from flowrl.runtime.timed import caller, leave
 
-        # a reward that hangs, and processes that wait for one that is gone, would keep us here
+        # Leave at once: a reward that hangs, or processes that wait for a lost one, would keep this
+        # process alive.
         lost = end.code and int(os.environ.get("WORLD_SIZE", "1")) > 1
         if caller.late or lost:
             leave(end.code if isinstance(end.code, int) else 0)

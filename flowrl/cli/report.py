@@ -32,6 +32,6 @@ def report(
         if output and output.suffix.lower() not in (".html", ".htm"):
             raise ValueError(f'"{output.name}": the page is an .html file; end --output in .html')
         if output is None:
-            run_folder.read(run)  # it is a run
+            run_folder.read(run)  # raises ValueError where the folder is not a run
         with nullcontext() if output else own(run, "flowrl report"):
             show(f"{run_page.build(run, output)}", wrap=True)

@@ -84,7 +84,7 @@ def score(
             samples, rewards, chunk=chunk, frames=frames or 16, progress=True
         )
         kept = scored if top is None else scored_folder.keep_top(scored, top)
-        # written before the table is printed, whose reader may leave
+        # written before the table is printed: the reader of a pipe may leave and end the command
         place = _write(output, kept, rewards.weights, problems) if output and kept else None
         with one_sentence_errors(disk=1):
             show(terminal.score_table(kept, rewards.weights))
@@ -116,7 +116,7 @@ def _calm(verbose: bool) -> Iterator[None]:
 def _write(
     output: Path, kept: Sequence[Any], weights: Mapping[str, float], problems: list[str]
 ) -> Path | None:
-    """The list that was written; None, and a problem more, where that failed."""
+    """Write the list and return its path; where that fails, add a problem and return None."""
     from flowrl.data import scored_folder
 
     try:

@@ -24,10 +24,10 @@ ERRORS = ("colour", "count", "shape", "order")
 class Agreement:
     """Verdicts on true scenes and on scenes with one planted error."""
 
-    scenes: int  # that were judged, without those with an error
+    scenes: int  # number of true scenes that were judged
     accepted: float  # share of true scenes judged right
     rejected: dict[str, float]  # planted error -> share judged wrong
-    planted: dict[str, int]  # error -> how many were drawn
+    planted: dict[str, int]  # planted error -> number of scenes drawn with it
 
     def __str__(self) -> str:
         errors = ", ".join(

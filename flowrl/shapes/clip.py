@@ -21,9 +21,9 @@ from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, Object
 FOLDER = Path(__file__).parent / "weights" / "clip"
 SOURCE = f"local-dir:{FOLDER}"  # a model name for open_clip
 
-KINDS = ("colour", "shape", "count", "relation", "swap")  # of near misses
+KINDS = ("colour", "shape", "count", "relation", "swap")  # kinds of near misses
 
-# sorted (shape, colour), one for each object; colour None: left open
+# sorted pairs (shape, colour), one for each object; colour None: the prompt leaves it open
 Things = tuple[tuple[str, str | None], ...]
 
 

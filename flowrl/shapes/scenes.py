@@ -29,7 +29,7 @@ RELATIONS: dict[str, tuple[int, int]] = {
     "below": (0, 1),
 }
 CELL = PIXELS / 3  # objects sit in the cells of a 3x3 grid
-JITTER = 1.5  # px, at most, off the centre of a cell
+JITTER = 1.5  # px, largest distance of an object from the centre of its cell, per axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Object:
 
     shape: str  # a name of SHAPES
     color: str  # a name of COLORS
-    x: float  # px, of the centre
-    y: float  # px, of the centre
+    x: float  # px, horizontal place of the centre
+    y: float  # px, vertical place of the centre
     size: float  # px, half of the bounding box
 
 

@@ -25,7 +25,7 @@ SPECK = 12  # px; smaller components are ignored
 # VAE) loses its tip and with it box height; circles and squares never exceed 0.57 with a triangle,
 # but 0.86 with each other.
 OVERLAP = {"circle": 0.78, "square": 0.78, "triangle": 0.68}
-SQUARENESS = 0.72  # shorter side over longer side of a bounding box
+SQUARENESS = 0.72  # least ratio of shorter to longer side of a bounding box
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +34,15 @@ class FoundShape:
 
     shape: str | None  # a name of SHAPES; None: not recognised
     color: str  # a name of COLORS
-    x: float  # px, of the box's centre
-    y: float  # px, of the box's centre
-    width: float  # px, of the box
-    height: float  # px, of the box
+    x: float  # px, horizontal place of the box's centre
+    y: float  # px, vertical place of the box's centre
+    width: float  # px, width of the box
+    height: float  # px, height of the box
 
 
 def components(mask: Tensor) -> Tensor:
-    """Label 8-connected components of (n, H, W) bool -> (n, H, W) int64, 0 outside, a component's
-    label is its largest pixel number + 1.
+    """Label 8-connected components of (n, H, W) bool -> (n, H, W) int64, 0 outside; the label of a
+    component is its largest pixel number + 1.
 
     A sweep spreads the largest label along whole runs of each row and each column, and then to
     diagonal neighbours.
@@ -112,7 +112,7 @@ def detect(images: Tensor) -> list[list[FoundShape]]:
 def _objects(labels: Tensor) -> tuple[Tensor, Tensor]:
     """Find the components of (n, H, W) labels that are no specks -> (their planes (K,), masks (K,
     H, W))."""
-    stride = PIXELS * PIXELS + 1  # one number for (plane, label)
+    stride = PIXELS * PIXELS + 1  # makes one number of plane and label
     plane = torch.arange(len(labels), device=labels.device)[:, None, None]
     values, counts = (labels + stride * plane).unique(return_counts=True)
     values = values[(values % stride > 0) & (counts >= SPECK)]

@@ -35,12 +35,15 @@ class Options(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
-    rules: ClassVar[tuple[Rule, ...]] = ()  # beside which other settings they are refused or unread
+    # rules that refuse the options beside other settings, or say where they are not read
+    rules: ClassVar[tuple[Rule, ...]] = ()
 
 
 def undone_levels(how: str, strata: dict[str, str]) -> str:
-    """Why z-scores of each reward by itself do not go with levels. strata: label -> whose levels
-    the reward is scaled within."""
+    """Sentence that says why z-scores of each single reward do not go with levels.
+
+    strata: label of a reward -> name of the reward within whose levels it is scaled.
+    """
     if how == "rewards" or not strata:
         return ""
     label, primary = next(iter(strata.items()))
@@ -57,29 +60,39 @@ class Credit(Options):
     outcome: Literal["reward", "win_rate"] = Field(
         "reward",
         description=(
-            "What credit starts from: the reward, or the share of the group's other members whose"
-            " reward it exceeds."
+            "Value from which credit starts: the reward, or the share of the group's other members"
+            " whose reward it exceeds."
         ),
     )
     combine: Literal["rewards", "advantages", "gdpo"] = Field(
         "rewards",
         description=(
-            "Several rewards: z-score of the sum; sum of z-scores; or that over its spread in the"
-            " iteration (GDPO)."
+            "How several rewards are combined: z-score of their sum (rewards), sum of their"
+            " z-scores (advantages), or that sum over its standard deviation in the iteration"
+            " (gdpo)."
         ),
     )
     std: Literal["group", "global"] | None = Field(
-        "group", description="An advantage is divided by the spread of its group, all, or none."
+        "group",
+        description=(
+            "Standard deviation that divides an advantage: that of its group, that of all samples"
+            " (global), or none."
+        ),
     )
     ddof: Literal[0, 1] = Field(
         0, description="Degrees of freedom taken from the standard deviation."
     )
-    eps: NonNegativeFloat = Field(1e-4, description="Added to the standard deviation.")
+    eps: NonNegativeFloat = Field(
+        1e-4, description="Number added to the standard deviation before the division."
+    )
     adv_clip: PositiveFloat = Field(5.0, description="Advantages are clipped to this size.")
     keep: int | None = Field(
         None,
         ge=2,
-        description="Samples of each group that are trained, the best and worst halves; none: all.",
+        description=(
+            "How many samples of each group are trained, half of them the best and half the worst;"
+            " none: all."
+        ),
     )
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -107,8 +120,8 @@ class Anchor(Options):
     reference: Literal["frozen", "ema", "reset"] = Field(
         "frozen",
         description=(
-            "The base model (without train.init_lora), a moving average of the policy, or the"
-            " policy of some iterations ago."
+            "The reference: the base model (without train.init_lora), a moving average of the"
+            " policy, or the policy of some iterations ago (reset)."
         ),
     )
     reference_decay: Annotated[float, read_when("algorithm.reference", "ema")] = Field(
@@ -152,20 +165,21 @@ class Algorithm:
     """One instance a run; holds its config, and in `memory` what a later plan may depend on."""
 
     Config: ClassVar[type[Options]] = Options
-    # what a rollout and the policy must offer, of "log_prob" | "leaves" | "reference" | "old" |
-    # "anchor" | "reward" | "start"
+    # what the loss needs from rollout and policy; a subset of "log_prob" | "leaves" | "reference" |
+    # "old" | "anchor" | "reward" | "start"
     needs: frozenset[str] = frozenset()
-    # what one term of the loss joins; if not a row: rows of equal column "unit"
+    # rows that one term of the loss joins; for "sample" and "group": those with equal column "unit"
     couples: Literal["row", "sample", "group"] = "row"
     rollout_view: Literal["default", "old"] = "default"  # which weights sample
-    guidance: Literal["none"] | None = None  # of the rollout; None: the sampler's setting
+    guidance: Literal["none"] | None = None  # guidance of the rollout; None: the sampler's setting
     left_out: float = 0.0  # advantage of a sample that `keep` does not train
-    trains_network: bool = True  # or heads alone
-    clip_size: float = 1e-4  # what the ratio's self-test compares low-precision errors with
+    trains_network: bool = True  # False: only heads are trained
+    # clip range against which the ratio's self-test holds low-precision errors
+    clip_size: float = 1e-4
 
     def __init__(self, config: Any):
         self.config = config
-        self.memory: dict[str, float] = {}  # kept in checkpoints
+        self.memory: dict[str, float] = {}  # checkpoints hold it
 
     @property
     def views(self) -> list[str]:
@@ -174,8 +188,8 @@ class Algorithm:
 
     @property
     def heads(self) -> dict[str, dict[str, Any]]:
-        """Options of the small networks that it trains beside the policy's own, by the names that
-        train.parts has for them (flowrl/policy/weights/heads.py)."""
+        """Options of the small networks that the method trains beside the policy's own network, by
+        the names that train.parts has for them (flowrl/policy/weights/heads.py)."""
         return {}
 
     @property
@@ -188,7 +202,8 @@ class Algorithm:
         raise NotImplementedError
 
     def check(self, plan: Plan) -> None:
-        """Raise ValueError, saying which setting to change, where the plan cannot serve."""
+        """Raise ValueError, which says what setting to change, where the method cannot use the
+        plan."""
 
     def most_rows(self, plan: Plan, group: int) -> int:
         """Most rows of the loss that a group of `group` samples gives."""
@@ -232,8 +247,8 @@ class Algorithm:
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """Rows with a signal, a term of the loss each; at least "prompt" (n,), a row of cond, "adv"
-        and "weight" (n,) fp32."""
+        """The rows with a signal, one term of the loss each, with at least the columns "prompt"
+        (n,), the row of cond, and "adv" and "weight" (n,) fp32."""
         raise NotImplementedError
 
     def network_rows(self, batch: Columns) -> Tensor:
@@ -271,7 +286,7 @@ class Anchored(Algorithm):
         self.anchor = "reference" if config.reference == "frozen" else "anchor"
 
     def check_anchor(self) -> None:
-        """ValueError where a reference is chosen that the loss would not read."""
+        """Raise ValueError where a reference is chosen that the loss would not read."""
         if self.config.reference != "frozen" and "anchor" not in self.needs:
             raise ValueError(
                 f"algorithm.reference={self.config.reference} is read only with algorithm.kl_weight"
@@ -294,8 +309,8 @@ class Anchored(Algorithm):
 def plus_kl(
     term: Tensor, scores: dict[str, Tensor], metrics: dict[str, Tensor], weight: Tensor | float
 ) -> Tensor:
-    """term (n,) plus weight times scores["kl"] (n,), the distance to the reference, where there is
-    one; it becomes the metric policy/kl."""
+    """Add weight times scores["kl"] (n,), the distance to the reference, to the term (n,), where
+    that score exists; it becomes the metric policy/kl."""
     if "kl" not in scores:
         return term
     metrics["policy/kl"] = scores["kl"]
@@ -317,7 +332,7 @@ def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Add up values (n,) by their unit (n,) -> sums of units (u,), rows of units (u,), and the unit
     of each row (n,), numbered from 0.
 
-    unit may be on the CPU, where nothing waits for the values' device.
+    unit may be on the CPU: then nothing waits for the values' device.
     """
     found = torch.unique(unit, return_inverse=True, return_counts=True)[1:]
     place, count = (t.to(value.device, non_blocking=True) for t in found)

@@ -1,7 +1,7 @@
-"""Rewards climbed by their gradient beside a method's own loss: those with mode=grad.
+"""Rewards with mode=grad: their gradient is climbed beside a method's own loss.
 
-From finished samples x0 alone, so that any method will do. Each is noised again, estimated by one
-differentiable call, decoded and rewarded:
+It needs finished samples x0 alone, so it goes with any method. Each is noised again, estimated by
+one differentiable call, decoded and rewarded:
 
     x     = (1 - sigma) x0 + sigma eps        sigma drawn for each copy
     x0'   = x - sigma v(x, sigma)
@@ -31,8 +31,8 @@ class Gradient(Protocol):
 
     sigma: float | tuple[float, float]  # noise level of the estimates, or its range
     copies: int  # noised copies of a sample
-    samples: int | None  # at most so many of a group; None: all
-    scale: float  # what the term is multiplied by
+    samples: int | None  # most samples used from one group; None: all
+    scale: float  # factor of this term of the loss
     rescale: bool  # whether the gradient of an estimate is divided by its sigma
 
 
@@ -54,7 +54,8 @@ class Climb(base.Algorithm):
         noise_key = keys.key("copy", named[sample], number)
         low, high = c.sigma if isinstance(c.sigma, tuple) else (c.sigma, c.sigma)
         sigma = low + (high - low) * keys.uniform(keys.key("level", noise_key))
-        most = float(rollout.plan.sigma.max())  # Stable Diffusion knows noise up to 0.94 only
+        # Stable Diffusion was trained on noise levels up to 0.94 only
+        most = float(rollout.plan.sigma.max())
         return Columns(
             {
                 "prompt": rollout.group[sample],

@@ -38,7 +38,8 @@ def estimated(
 
 
 def recomputed(velocity: Callable[[Tensor, Any], Tensor], x: Tensor, sigma: Any) -> Tensor:
-    """velocity(x, sigma), computed again in the backward: decoder and reward need the memory."""
+    """velocity(x, sigma), computed again in the backward pass: decoder and reward need the
+    memory."""
     if not torch.is_grad_enabled():
         return velocity(x, sigma)
     return checkpoint(velocity, x, sigma, use_reentrant=False, preserve_rng_state=False)

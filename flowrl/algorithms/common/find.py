@@ -8,7 +8,7 @@ from typing import Any
 from flowrl.algorithms.common.base import Algorithm, Options
 from flowrl.runtime import registry
 
-OWN = ("plan", "columns", "score", "loss", "fit")  # what the base class leaves open
+OWN = ("plan", "columns", "score", "loss", "fit")  # methods that a subclass must define
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
@@ -25,7 +25,8 @@ def is_algorithm(value: Any) -> bool:
 
 
 def checked(found: Any, what: str) -> type[Algorithm]:
-    """The class, where it defines all that it has to; else ValueError that begins with `what`."""
+    """Return the class if it defines all that it must; else raise ValueError, which begins with
+    `what`."""
     if not is_algorithm(found):
         said = getattr(found, "__name__", repr(found))
         raise ValueError(f"{what}: {said} is not a subclass of flowrl.algorithms.Algorithm")

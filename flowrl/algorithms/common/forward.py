@@ -31,9 +31,9 @@ from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
 from flowrl.types import Advantages, Columns, Plan, Rollout, Solver, expand
 
-LOWEST = 0.01  # continuous noise levels stay above it: nearer to data, errors of v say nothing
+LOWEST = 0.01  # least continuous noise level; nearer to the data, errors of v say nothing
 CONTINUOUS = ("logit_normal", "uniform")
-# what methods say of diversity.entropy that do not weigh samples by their advantages
+# refusal of diversity.entropy by methods that do not weight samples by their advantages
 SCALED_ALIKE = (
     "diversity.entropy={diversity.entropy:g} scales all advantages of a group alike, and"
     " {algorithm.name} reads only the order of samples in their group; set it to 0"
@@ -46,16 +46,19 @@ class ForwardConfig(base.Credit, base.Anchor):
     levels: Levels = Field(
         "schedule",
         description=(
-            "Noise levels trained: of the schedule, drawn without replacement; one from each of"
-            " equal parts of it; or continuous."
+            "Which noise levels are trained: levels of the schedule, drawn without replacement;"
+            " one from each of its equal parts (stratified); or continuous levels."
         ),
     )
     share: Literal["sample", "group", "all"] = Field(
-        "sample", description="Who is trained at the same noise levels."
+        "sample", description="Which samples are trained at the same noise levels."
     )
     steps: PositiveInt | None = Field(
         None,
-        description="Noise levels trained per sample; none: 99% of those there are, rounded down.",
+        description=(
+            "How many noise levels each sample is trained at; none: 99% of the levels in use,"
+            " rounded down."
+        ),
     )
     first: NonNegativeInt = Field(
         0, description="First step of the schedule whose level is used; 1 leaves out pure noise."
@@ -70,7 +73,11 @@ class ForwardConfig(base.Credit, base.Anchor):
         ),
     )
     error: Literal["velocity", "eps", "x0"] = Field(
-        "velocity", description="What the error is of: m times 1, (1-s)^2 or s^2."
+        "velocity",
+        description=(
+            "Quantity whose error is trained, which is m times 1 (velocity), (1-s)^2 (eps) or s^2"
+            " (x0)."
+        ),
     )
 
     @model_validator(mode="after")
@@ -85,9 +92,9 @@ class ForwardConfig(base.Credit, base.Anchor):
 
 Slope = Annotated[
     NonNegativeFloat,
-    Field(description="The old policy's decay is this times the optimizer step ..."),
+    Field(description="Growth of the old policy's decay with each optimizer step."),
 ]
-Decay = Annotated[float, Field(ge=0, lt=1, description="... and at most this.")]
+Decay = Annotated[float, Field(ge=0, lt=1, description="Largest decay of the old policy.")]
 
 
 class Follower(base.Options):
@@ -104,16 +111,16 @@ class Noised:
     x0: Tensor  # (n, *L) clean samples
     x: Tensor  # (n, *L) noised to sigma
     level: Tensor  # (n,) fp64 noise levels
-    sigma: Tensor  # (n, 1, ...) fp32, the same
+    sigma: Tensor  # (n, 1, ...) fp32, the same levels, shaped to multiply latents
     target: Tensor  # (n, *L) u = eps - x0
-    scale: Tensor  # (n,) what m is multiplied by, for the error that the config names
+    scale: Tensor  # (n,) factor of m that gives the error named by the config
 
     def error(self, v: Tensor) -> Tensor:
         """Mean square error of v (n, *L) in the config's terms -> (n,)."""
         return self.scale * distance(v, self.target)
 
 
-# view of the weights, guidance -> its velocity (n, *L) at the same rows, without gradient
+# (view of the weights, guidance) -> that view's velocity (n, *L) at the same rows, without gradient
 OtherVelocity = Callable[..., Tensor]
 
 
@@ -126,7 +133,7 @@ class ForwardMethod(base.Anchored):
     guidance: Literal["none"] | None = "none"
     shared_noise = False  # whether the members of a group get the same noise
     compares_reference = False  # whether the loss reads errors of the reference
-    left_out = float("nan")  # not 0, which is also what a sample at the mean gets
+    left_out = float("nan")  # NaN, because a sample at the mean has 0, too
     reads_old = False  # whether the loss reads velocities of the old policy
 
     def __init__(self, config: ForwardConfig):
@@ -190,9 +197,10 @@ class ForwardMethod(base.Anchored):
             bounds = torch.arange(draws + 1, device=names.device) * len(grid) // draws
             level = bounds[:-1] + (u * bounds.diff()).long()
             return grid[level], level
-        u = (place + u) / draws  # one from each of equal parts
+        u = (place + u) / draws  # one draw from each of `draws` equal parts
         s = u if c.levels == "uniform" else torch.special.ndtri(u.clamp(1e-9, 1 - 1e-9)).sigmoid()
-        most = float(plan.sigma.max())  # Stable Diffusion knows noise up to 0.94 only
+        # Stable Diffusion was trained on noise levels up to 0.94 only
+        most = float(plan.sigma.max())
         return shift(s, c.shift).clamp(LOWEST, most), place.expand(len(names), -1)
 
     # ------------------------------------------------------------------ rows
@@ -205,8 +213,8 @@ class ForwardMethod(base.Anchored):
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """A row for each sample and noise level. unit: rows of one group at one draw; members: size
-        of the group."""
+        """One row for each sample and noise level. unit: equal for the rows of one group at one
+        draw; members: size of the group."""
         at_data = not bool(rollout.state_sigma[rollout.leaf].any())
         assert at_data, "what is trained on is data, at sigma 0"
         leaf, adv = self.chosen(rollout, advantages)
@@ -244,8 +252,8 @@ class ForwardMethod(base.Anchored):
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
-        """What `compared` says; kl (n,), the mean square distance to the reference, where it has a
-        weight."""
+        """The scores of `compared`, and kl (n,), the mean square distance to the reference, where
+        kl_weight is above 0."""
         rows = self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)
 
@@ -339,7 +347,7 @@ def members_with_signal(rollout: Rollout, advantages: Advantages) -> tuple[Tenso
 
 
 def group_keys(rollout: Rollout) -> Tensor:
-    """A name of each sample's group, (B,) int64: the smallest of its members' keys, so that it
+    """Name of each sample's group, (B,) int64: the smallest of its members' keys, so that the name
     depends on nothing else."""
     groups, place = torch.unique(rollout.group, return_inverse=True)
     largest = torch.full((len(groups),), torch.iinfo(torch.int64).max, device=place.device)
@@ -349,7 +357,7 @@ def group_keys(rollout: Rollout) -> Tensor:
 def softmax(logits: Tensor, unit: Tensor) -> Tensor:
     """exp(logits) (n,) over its sum within each unit."""
     place = torch.unique(unit, return_inverse=True)[1].to(logits.device, non_blocking=True)
-    # minus the unit's largest: no unit may underflow as a whole
+    # the unit's largest logit is subtracted, so that no unit underflows as a whole
     top = torch.full_like(logits, -torch.inf).scatter_reduce(0, place, logits, "amax")
     e = (logits - top[place]).exp()
     return e / base.sums(e, unit)[0][place]

@@ -30,7 +30,8 @@ def window_start(
     high = steps - 1 if w.high is None else w.high
     windows.check_window(steps, w.size, w.low, high)
     places = range(w.low, high - w.size + 1, w.stride)
-    unseen = float("inf")  # each step is looked at once before places are compared
+    # a step that was never measured counts most, so that each is measured once
+    unseen = float("inf")
 
     def decided(place: int) -> float:
         steps_inside = range(place, place + w.size)
@@ -67,7 +68,7 @@ def without_tail(c: TransitionConfig, sigmas: Tensor, sampler: Sampler, start: i
 
 
 def check_plan(c: TransitionConfig, plan: Plan) -> None:
-    """Raise ValueError, saying which setting to change, where the plan cannot serve."""
+    """Raise ValueError, which says what setting to change, where the method cannot use the plan."""
     if not bool(plan.trained.any()):
         raise ValueError(
             "GRPO needs SDE steps and this plan has none: set sampler.eta > 0 (0.7 for"

@@ -26,7 +26,8 @@ OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score 
 
 
 def known_sde(name: str) -> str:
-    """The name of a denoising step, with the whole path of a file; ValueError for another."""
+    """Return the name of a denoising step, a file's path made absolute; raise ValueError for an
+    unknown name."""
     sde.find(name := registry.absolute(name))
     return name
 
@@ -47,7 +48,8 @@ class Window(base.Options):
     ] = Field(
         "progressive",
         description=(
-            "How the window moves; adaptive: to where branches differ most, measured (plan=tree)."
+            "How the window moves; adaptive moves it to the steps where branches were measured to"
+            " differ most (plan=tree)."
         ),
     )
     size: PositiveInt = Field(4, description="SDE steps in the window; the depth of plan=tree.")
@@ -59,9 +61,15 @@ class Window(base.Options):
         ),
     )
     every: Annotated[PositiveInt, scheduled("progressive", "decay", "exp_decay")] = Field(
-        25, description="Iterations at one place (the longest stay, for decay and exp_decay)."
+        25,
+        description=(
+            "Iterations that the window stays at one place (the longest stay, for decay and"
+            " exp_decay)."
+        ),
     )
-    every_min: Annotated[PositiveInt, scheduled("decay")] = Field(1, description="Shortest stay.")
+    every_min: Annotated[PositiveInt, scheduled("decay")] = Field(
+        1, description="Fewest iterations that the window stays at one place."
+    )
     stride: Annotated[PositiveInt, scheduled("progressive", "decay", "exp_decay", "adaptive")] = (
         Field(1, description="Steps the window moves at a time.")
     )
@@ -83,10 +91,17 @@ class Tree(base.Options):
         (0, 3, 6, 9), description="Steps at which every node forks."
     )
     noisy: Annotated[Literal["all", "window"], planned("branch")] = Field(
-        "all", description="SDE steps beside the splits; window: BranchGRPO-Mix."
+        "all",
+        description=(
+            "Which steps beside the splits are SDE: all, or those of the window (BranchGRPO-Mix)."
+        ),
     )
     correlation: Annotated[NonNegativeFloat | None, planned("branch")] = Field(
-        None, description="s of correlated siblings; none: independent."
+        None,
+        description=(
+            "How far the noise of siblings differs (BranchGRPO's s): 0 makes it equal, a large"
+            " number almost independent; none: independent."
+        ),
     )
     steps: Annotated[tuple[int, ...] | None, planned("fan", "granular")] = Field(
         None, description="Steps that fork off the trunk; none: all but the last."
@@ -102,15 +117,21 @@ class Prune(base.Options):
     width: Literal["none", "parent", "extremes"] = Field(
         "none",
         description=(
-            "After the last split: train all, of each node's children the best, or the way to a"
-            " prompt's extreme leaves."
+            "Which edges after the last split are trained: all, the best of each node's children"
+            " (parent), or the paths to a prompt's best and worst leaves (extremes)."
         ),
     )
     leaves: Annotated[PositiveInt, read_when("algorithm.prune.width", "extremes")] = Field(
-        4, description="As many of the best leaves, and as many of the worst."
+        4,
+        description=(
+            "How many of the best leaves, and how many of the worst, have their paths trained."
+        ),
     )
     depth: NonNegativeInt = Field(
-        0, description="Consecutive depths left out, at or after the last split; 0: none."
+        0,
+        description=(
+            "How many consecutive depths are left out, at or after the last split; 0: none."
+        ),
     )
     every: Annotated[PositiveInt, read_above("algorithm.prune.depth", 0)] = Field(
         30, description="Iterations after which the depths left out move by one."
@@ -118,7 +139,8 @@ class Prune(base.Options):
     slide: Annotated[Literal["later", "earlier"], read_above("algorithm.prune.depth", 0)] = Field(
         "later",
         description=(
-            "From the last split on, and again; or from the end back to the last split, to stay."
+            "How the depths left out move: later, from the last split to the end and again;"
+            " earlier, from the end back to the last split, where they stay."
         ),
     )
 
@@ -200,13 +222,14 @@ RULES = (
 
 
 class TransitionConfig(base.Credit, base.Anchor):
-    learns_noise: ClassVar[bool] = False  # whether the policy gives a step's std
+    learns_noise: ClassVar[bool] = False  # whether the policy predicts the std of a step
 
     plan: Literal["full", "window", "branch", "tree", "fan", "granular"] = Field(
         "full",
         description=(
-            "SDE at every step but the last, in a window, or with forks: at splits, in a window, or"
-            " off an ODE trunk."
+            "Which steps are SDE: every step but the last (full), those of a window (window), or,"
+            " with forks, at splits (branch), in a window (tree) or off an ODE trunk (fan,"
+            " granular)."
         ),
     )
     window: Annotated[Window, WINDOWED] = Field(
@@ -232,19 +255,23 @@ class TransitionConfig(base.Credit, base.Anchor):
     credit: Literal["leaf", "depth", "backup", "td", "siblings", "granular"] = Field(
         "leaf",
         description=(
-            "Advantage of a step: of its leaves; z-scored at each depth; backed up by log-prob;"
-            " leaves plus the gain over the node it starts from; z-scored among siblings; the same"
-            " for each stride, summed."
+            "Advantage of a step: the mean over its leaves (leaf); z-scored at each depth (depth);"
+            " backed up from its leaves by log-prob (backup); the mean over its leaves plus the"
+            " gain over the node it starts from (td); z-scored among siblings (siblings); the same"
+            " for each stride, summed (granular)."
         ),
     )
     fusion: Annotated[Literal["mean", "path", "recursive"], credited("depth")] = Field(
         "mean", description="How leaf rewards are fused upwards."
     )
     scope: Annotated[Literal["prompt", "tree"], credited("depth")] = Field(
-        "prompt", description="z-scores over all trees of a prompt, or each alone."
+        "prompt",
+        description=(
+            "Whether z-scores are taken over all trees of a prompt, or over each tree alone."
+        ),
     )
     temperature: Annotated[PositiveFloat, credited("backup")] = Field(
-        1.0, description="Of the softmax over siblings' mean log-probs."
+        1.0, description="Temperature of the softmax over siblings' mean log-probs."
     )
     prune: Prune = Field(
         Prune(), description="Edges of plan=branch that are walked but not trained."
@@ -259,7 +286,7 @@ class TransitionConfig(base.Credit, base.Anchor):
         Literal["exact", "flow_grpo", "velocity", "mean"], read_above("algorithm.kl_weight", 0)
     ] = Field("exact", description="Which distance to the reference kl_weight multiplies.")
     detach_uncond: bool = Field(
-        False, description="No gradient through the unconditional branch of guidance."
+        False, description="Let no gradient pass through the unconditional branch of guidance."
     )
 
     rules: ClassVar[tuple[Rule, ...]] = RULES

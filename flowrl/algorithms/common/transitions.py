@@ -149,7 +149,7 @@ class TransitionMethod(base.Anchored):
         top = samples(rollout)
         draw = keys.uniform(keys.key("timesteps", seed, iteration, rollout.noise_key))
         order = draw.argsort()
-        order = order[top[order].argsort(stable=True)]  # by sample, then by draw
+        order = order[top[order].argsort(stable=True)]  # sorted by sample, then by draw
         _, place, count = torch.unique(top[order], return_inverse=True, return_counts=True)
         rank = torch.arange(len(order), device=order.device) - (count.cumsum(0) - count)[place]
         most = (count * self.config.timestep_fraction + 1e-9).floor().clamp(min=1)
