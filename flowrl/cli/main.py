@@ -12,6 +12,7 @@ import typer
 from flowrl.cli import budget, check, evaluate, generate, report, score, serve, show, train
 from flowrl.cli import list as list_
 from flowrl.cli.common import Command
+from flowrl.runtime.install import foreign
 from flowrl.runtime.streams import keep_streams_open
 
 COMMANDS = {  # in the order of `flowrl --help`
@@ -42,6 +43,8 @@ for _name, _command in COMMANDS.items():
 def main() -> None:
     """Entry point of the `flowrl` command."""
     keep_streams_open()
+    if found := foreign():
+        typer.echo(f"flowrl: {found}", err=True)
     try:
         app()
     except SystemExit as end:

@@ -31,7 +31,7 @@ class ModelConfig(Section):
         "none",
         description=(
             "Frozen weights of the denoiser's blocks in 8 bits (int8, by torchao) or 4 (nf4, by"
-            " bitsandbytes); LoRA on top stays fp32. Needs flowrl[quantize]."
+            " bitsandbytes); LoRA on top stays fp32. Needs the extra quantize."
         ),
     )
     tiling: bool = Field(

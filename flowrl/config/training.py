@@ -190,7 +190,7 @@ class OptimizerConfig(Section):
         "adamw",
         description=(
             "adamw8bit: moments of matrices of 4096 values or more in 8 bits (bitsandbytes), a"
-            " quarter of their memory. Needs flowrl[quantize]."
+            " quarter of their memory. Needs the extra quantize."
         ),
     )
     lr: PositiveFloat = Field(3e-4, description="Peak learning rate of AdamW.")

@@ -11,6 +11,7 @@ from typing import Any
 
 from flowrl.data.stored import PictureCell, is_struct
 from flowrl.runtime import hub
+from flowrl.runtime.install import install_line
 from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean
 
@@ -134,7 +135,7 @@ def _library(source: str) -> Any:
         import datasets
     except ImportError:
         raise ValueError(
-            f"data {source} needs the extra \"datasets\": pip install 'flowrl[datasets]', or give a"
+            f'data {source} needs the extra "datasets": {install_line("datasets")}, or give a'
             " .parquet, .csv or .jsonl file"
         ) from None
     return datasets

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.data.as_seen import ORIENTATION, as_seen, frame_as_seen, is_plain
+from flowrl.runtime.install import install_line
 from flowrl.runtime.paths import nearby
 from flowrl.runtime.store import files
 
@@ -270,7 +271,7 @@ def _pyav(doing: str, instead: str) -> Any:
         import av
     except ImportError as error:
         raise ValueError(
-            f"{doing} needs the extra \"video\": pip install 'flowrl[video]', or {instead}"
+            f'{doing} needs the extra "video": {install_line("video")}, or {instead}'
         ) from error
     return av
 

@@ -23,6 +23,7 @@ from flowrl.data import entries, hf, texts
 from flowrl.data.entries import Columns, check_entry, taken
 from flowrl.data.stored import PictureCell, is_struct
 from flowrl.data.texts import Form, Row
+from flowrl.runtime.install import install_line
 from flowrl.runtime.store import files as disk
 
 Entry = dict[str, Any]
@@ -167,7 +168,7 @@ def _pyarrow(path: Path) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(
-            f"{path} needs the extra \"parquet\": pip install 'flowrl[parquet]', or give a .csv or"
+            f'{path} needs the extra "parquet": {install_line("parquet")}, or give a .csv or'
             " .jsonl file"
         ) from None
     return pyarrow

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import inspect
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl import __version__
 from flowrl.config.gone import GONE
 from flowrl.config.live import Live
 from flowrl.config.load import flatten
@@ -67,7 +67,7 @@ def of_config(cfg: Config) -> Identity:
     return {
         "config": cfg.model_dump(mode="json"),
         "files": {name: digest(Path(name)) for name in sorted(_named(cfg))} | _datasets(cfg),
-        "code": {"flowrl": importlib.metadata.version("flowrl")},
+        "code": {"flowrl": __version__},
     }
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from flowrl.config.training import OptimizerConfig
+from flowrl.runtime.install import install_line
 from flowrl.runtime.text import printable
 
 
@@ -30,8 +31,8 @@ def eight_bit(device: torch.device | str) -> type[torch.optim.Optimizer]:
     """bitsandbytes' class, after a step of it on the device."""
     if find_spec("bitsandbytes") is None:
         raise ValueError(
-            "optimizer.name=adamw8bit needs bitsandbytes, which is not installed; pip install"
-            " 'flowrl[quantize]'"
+            "optimizer.name=adamw8bit needs bitsandbytes, which is not installed;"
+            f" {install_line('quantize')}"
         )
     try:
         from bitsandbytes.optim import AdamW8bit

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from flowrl.rewards.core.sizes import published
 from flowrl.runtime import registry
 from flowrl.runtime.filled import Filled
+from flowrl.runtime.install import line_for
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.typed_text import Kinds, kinds_at
 from flowrl.types import MediaContext
@@ -366,8 +367,10 @@ def load(name: str, **settings: Any) -> Reward:
     try:
         return cls(checked)
     except ImportError as error:
+        line = line_for(error.name)
         raise ValueError(
             f'reward "{name}" needs a package that cannot be imported: {error}'
+            + (f"; {line}" if line else "")
         ) from error
     except SystemExit as error:
         raise ValueError(f'reward "{name}" called sys.exit({error}) while it was loaded') from error

@@ -9,6 +9,7 @@ from typing import Any
 from flowrl.rewards import load_set
 from flowrl.rewards.server.addresses import is_loopback, token_of
 from flowrl.rewards.server.service import Service
+from flowrl.runtime.install import install_line
 
 
 class Server:
@@ -91,7 +92,7 @@ def _server_packages() -> tuple[Any, Any, Any]:
         from flowrl.rewards.server.routes import create_app
     except ImportError as error:
         raise ValueError(
-            f"serving needs the extra \"server\": pip install 'flowrl[server]' ({error})"
+            f'serving needs the extra "server": {install_line("server")} ({error})'
         ) from None
     return uvicorn, create_app, protocol
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import importlib.metadata
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,6 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
+from flowrl import __version__
 from flowrl.rewards import RewardUnavailable
 from flowrl.rewards.server import room, wire
 from flowrl.rewards.server.addresses import is_local
@@ -32,9 +32,8 @@ STATUS = {
 def create_app(service: Service, *, token: str | None = None, local: bool = False) -> FastAPI:
     """The FastAPI app. token: what /version and /score want as a bearer token. local: only requests
     to an address of this machine are answered."""
-    version = importlib.metadata.version("flowrl")
     app = FastAPI(
-        title="flowrl rewards", version=version, docs_url=None, redoc_url=None, openapi_url=None
+        title="flowrl rewards", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )
     app.state.service, app.state.token, app.state.local = service, token, local
     app.include_router(open_to_all)

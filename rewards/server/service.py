@@ -11,7 +11,6 @@ them, or none, can serve.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import threading
 from collections import deque
@@ -23,6 +22,7 @@ import pydantic
 import torch
 from torch import Tensor
 
+from flowrl import __version__
 from flowrl.rewards import RewardSet, RewardUnavailable, score
 from flowrl.rewards.core.score import check_columns, check_kind, check_media, take
 from flowrl.rewards.server import wire
@@ -81,7 +81,7 @@ class Service:
         self.about = wire.about(
             rewards.rewards,
             rewards.weights,
-            flowrl=importlib.metadata.version("flowrl"),
+            flowrl=__version__,
             max_mb=max_mb,
         )
         self.limit = max_mb * 1e6

@@ -203,7 +203,7 @@ def test_a_run_notices_another_version_of_its_dataset(library):
 def test_without_the_library_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     forget()
-    with pytest.raises(ValueError, match=r"pip install 'flowrl\[datasets\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\S*\[datasets\]'"):
         load_prompts("hf:owner/name")
 
 

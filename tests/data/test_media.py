@@ -56,7 +56,7 @@ def test_a_gif_keeps_every_frame_and_the_speed(tmp_path):
 
 def test_mp4_without_its_extra_names_the_extra_and_leaves_no_file(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ValueError, match=r"pip install 'flowrl\[video\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\S*\[video\]'"):
         media.save(torch.rand(2, 3, 8, 8), tmp_path / "x.mp4")
     assert not (tmp_path / "x.mp4").exists()
 

@@ -13,6 +13,7 @@ from image_files import in_an_empty_folder, lines, noise  # noqa: F401  a fixtur
 from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
 from flowrl.data import scored_dataset, tables
 from flowrl.data.samples import collect
+from flowrl.runtime.install import install_line
 
 arrow = pytest.mark.skipif(not importlib.util.find_spec("pyarrow"), reason="needs pyarrow")
 LISTS = [".jsonl", ".csv", pytest.param(".parquet", marks=arrow)]
@@ -118,7 +119,7 @@ def test_parquet_without_its_extra_names_it_before_anything_is_scored(monkeypatc
     words = ["score", "a.png", "--reward", "jpeg"]
     for more in (["--prompt", "x", "-o", "x.parquet"], ["--prompts", "y.parquet"]):
         result = small.invoke(*words, *more)
-        assert result.exit_code == 2 and "pip install 'flowrl[parquet]'" in result.stderr
+        assert result.exit_code == 2 and install_line("parquet") in result.stderr
         assert "give a .csv or .jsonl file" in result.stderr
     assert not Path("x.parquet").exists()
 

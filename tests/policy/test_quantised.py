@@ -139,7 +139,9 @@ def test_what_cannot_be_quantised_is_a_sentence(monkeypatch):
     with pytest.raises(ValueError, match="is for the denoiser of a pipeline"):
         flowrl.load_policy(nn.Linear(2, 2), shape=(2,), quantize="int8")
     monkeypatch.setattr(quantised, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs torchao, which is not installed; pip install"):
+    with pytest.raises(
+        ValueError, match=r"needs torchao, which is not installed; .*pip install -e"
+    ):
         flowrl.load_policy("shapes-sd3", quantize="int8")
 
 

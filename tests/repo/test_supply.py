@@ -19,7 +19,7 @@ def needed(words):
     """Requirements, with those of our own extras in their place."""
     for word in words:
         requirement = Requirement(word)
-        if requirement.name == "flowrl":
+        if requirement.name == "flowrl-align":
             for extra in requirement.extras:
                 yield from needed(PROJECT["optional-dependencies"][extra])
         else:
@@ -36,7 +36,7 @@ def locked():
 
 def test_the_lock_holds_what_pyproject_asks_for():
     found = locked()
-    asked = list(needed([*PROJECT["dependencies"], "flowrl[dev]"]))
+    asked = list(needed([*PROJECT["dependencies"], "flowrl-align[dev]"]))
     assert len(asked) > 30
     wrong = [
         str(requirement)

@@ -258,7 +258,8 @@ def test_paddle_2_and_3_are_read_in_their_own_forms(monkeypatch):
 def test_an_engine_that_is_not_installed_is_said_at_load(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddleocr", None)
     with pytest.raises(
-        ValueError, match='reward "ocr" needs a package that cannot be imported.*paddleocr'
+        ValueError,
+        match='reward "ocr" needs a package that cannot be imported.*paddleocr.*; .*pip install',
     ):
         rewards.load("ocr", engine="paddle")
 

@@ -10,13 +10,13 @@ warnings.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flowrl import __version__
 from flowrl.config import build
 from flowrl.config.load import read_config
 from flowrl.config.schema import Config
@@ -179,7 +179,7 @@ def _key(task: Task, cfg: Config, sampling: Sampling, baseline: float | str | No
     parts = [
         suite,
         [_digest(path.read_bytes()) for path in python_files(suite)],
-        importlib.metadata.version("flowrl"),
+        __version__,
         task.prompts,
         cfg.model.model_dump(mode="json"),
         cfg.train.precision,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.weights.blocks import blocks
+from flowrl.runtime.install import install_line
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 
@@ -34,8 +35,8 @@ def check_kind(kind: str) -> None:
         raise ValueError(f"quantize={kind!r} should be one of {', '.join(KINDS)}")
     if kind != "none" and find_spec(BACKENDS[kind]) is None:
         raise ValueError(
-            f"model.quantize={kind} needs {BACKENDS[kind]}, which is not installed; pip install"
-            " 'flowrl[quantize]'"
+            f"model.quantize={kind} needs {BACKENDS[kind]}, which is not installed;"
+            f" {install_line('quantize')}"
         )
 
 

@@ -39,6 +39,7 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
+from flowrl.runtime.install import line_for
 from flowrl.runtime.log import logger
 from flowrl.runtime.processes import shares
 from flowrl.runtime.processes.in_step import InStep
@@ -83,9 +84,10 @@ def start(
     found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     missing = set(trackers) - found - {"all"}
     if missing:
+        name = sorted(missing)[0]
         raise ValueError(
-            f"trackers={trackers}: {sorted(missing)[0]} is not installed; install it, or leave it"
-            " out"
+            f"trackers={trackers}: {name} is not installed;"
+            f" {line_for(name) or 'install it'}, or leave it out"
         )
     return accelerator
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flowrl import __version__
 from flowrl.runtime import hub
 from flowrl.runtime.paths import nearby
 from flowrl.runtime.store import files, lines, side_files
@@ -20,7 +21,6 @@ from flowrl.runtime.store.side_files import EvaluationFile, MetricsRow
 
 METRICS, EVALUATION, PEAK = "metrics.jsonl", "evaluation.json", "peak.json"
 PACKAGES = (
-    "flowrl",
     "torch",
     "diffusers",
     "transformers",
@@ -110,6 +110,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processors": str(os.cpu_count()),
+        "flowrl": __version__,
     }
     for package in PACKAGES:
         try:

@@ -1,0 +1,65 @@
+"""How an extra is installed from here, for messages, and a foreign package of the same name.
+
+The distribution is called flowrl-align and is on no package index yet. `flowrl` on PyPI is another
+project's, with the same import name, so that no message may tell anyone to install it by name.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os.path
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from flowrl import __version__
+
+EXTRAS = {  # what is imported -> the extra that brings it
+    "av": "video",
+    "bitsandbytes": "quantize",
+    "datasets": "datasets",
+    "lpips": "lpips",
+    "paddleocr": "paddle",
+    "pyarrow": "parquet",
+    "rapidocr_onnxruntime": "ocr",
+    "torchao": "quantize",
+    "uvicorn": "server",
+    "wandb": "wandb",
+}
+ROOT = Path(__file__).resolve().parents[2]  # the checkout; of a wheel, where packages lie
+WHEEL = f"path/to/flowrl_align-{__version__}-py3-none-any.whl"
+COMMAND = "flowrl.cli.main:main"  # the entry point of this distribution, under any name it had
+
+
+def install_line(extra: str) -> str:
+    """The command that installs an extra into the Python that runs, from its checkout or a wheel's
+    file."""
+    pip, python = shutil.which("pip"), Path(sys.executable)
+    ours = pip is not None and Path(pip).parent == python.parent  # else pip installs elsewhere
+    said = "pip" if ours else f"{shlex.quote(sys.executable)} -m pip"
+    if not (ROOT / "pyproject.toml").is_file():
+        return f"{said} install {shlex.quote(f'{WHEEL}[{extra}]')}"
+    root = "." if os.path.samefile(".", ROOT) else str(ROOT)
+    return f"{said} install -e {shlex.quote(f'{root}[{extra}]')}"
+
+
+def line_for(package: str | None) -> str | None:
+    """The command that installs a package which an extra brings, by its import name."""
+    extra = EXTRAS.get((package or "").partition(".")[0])
+    return install_line(extra) if extra else None
+
+
+def foreign() -> str | None:
+    """Say that another project's distribution `flowrl` is installed beside this one; None: none."""
+    try:
+        found = importlib.metadata.distribution("flowrl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if any(point.value == COMMAND for point in found.entry_points):
+        return None  # an installation from before the name changed
+    return (
+        f"the package flowrl {found.version} in {found.locate_file('flowrl')} is another project's"
+        " and has the same import name as this one (flowrl-align), so that files of both may be"
+        " mixed; run pip uninstall flowrl flowrl-align, then install this one again"
+    )
