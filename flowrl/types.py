@@ -93,8 +93,8 @@ class Plan:
     sigma_next: Tensor  # (E,) fp64
     kind: Tensor  # (E,) int64, ODE or SDE
     eta: Tensor  # (E,) fp64, noise level of SDE edges, 0 on ODE edges
-    trained: Tensor  # (E,) bool, subset of SDE edges
-    sde: str = "flow_sde"  # module of flowrl.samplers that gives SDE transitions
+    trained: Tensor  # (E,) bool, edges of which the loss reads both ends; most are SDE edges
+    sde: str = "flow_sde"  # gives SDE transitions: in flowrl.samplers, file.py:NAME or a plugin
     solver: Solver = "euler"  # how ODE edges are stepped
     # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
     dpm_from: float = 1.0

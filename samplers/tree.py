@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flowrl.samplers import dpmpp, sde
+from flowrl.samplers import dpmpp, ode, sde
 from flowrl.samplers.common.forest import Kept, Level, NodeKeys, distinct, named, own_noise
 from flowrl.samplers.keys import key
 from flowrl.types import ODE, Plan, Rollout, expand
@@ -124,14 +124,14 @@ class Forest:
 
     def walk(self, before: Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
         """Walk edges of both kinds from `before` -> (states at their ends, log-prob or NaN)."""
-        ode = self.plan.kind[edge] == ODE
+        straight = self.plan.kind[edge] == ODE
         log_prob = v.new_full((len(edge),), torch.nan)
-        if bool(ode.all()):
+        if bool(straight.all()):
             return self.straight(before, v, edge), log_prob
-        if not bool(ode.any()):
+        if not bool(straight.any()):
             return self.noisy(before, v, copy, edge)
         y = torch.empty_like(before.x)
-        some, others = torch.nonzero(ode).flatten(), torch.nonzero(~ode).flatten()
+        some, others = torch.nonzero(straight).flatten(), torch.nonzero(~straight).flatten()
         a, b = (t.to(v.device, non_blocking=True) for t in (some, others))
         y[a] = self.straight(before.take(some), v[a], edge[some])
         y[b], log_prob[b] = self.noisy(before.take(others), v[b], copy[others], edge[others])
@@ -140,8 +140,8 @@ class Forest:
     def straight(self, before: Level, v: Tensor, edge: Tensor) -> Tensor:
         """Walk ODE edges. The last edge of a path, and one without history, are first-order."""
         x, sigma, sigma_next = before.x, before.sigma, self.plan.sigma_next[edge]
-        if before.x0 is None:  # no node has a history, so every step is first-order: Euler
-            return x + expand(sigma_next - sigma, x).to(x, non_blocking=True) * v
+        if self.plan.solver == "euler" or before.x0 is None:  # x_T has no history
+            return ode.step(v, x, sigma, sigma_next)
         second_order = (sigma <= self.plan.dpm_from) & ~self.kept.is_leaf[edge]
         history = torch.where(second_order, before.sigma_x0, 1.0)
         return dpmpp.step(v, x, sigma, sigma_next, before.x0, history)

@@ -2,8 +2,10 @@
 
 These rules read words alone, and import no torch; those of run_rules.py read what the words name,
 too. Options of an algorithm have rules of their own (flowrl/runtime/rule.py says how they are
-declared). Starts, `flowrl budget` and the sentence of a run that is out of memory ask the same
-rules (flowrl/config/facts.py), so that nothing is proposed that a start would refuse.
+declared), and the checks of a single value stand beside the setting, in its pydantic class. What a
+plan of denoising steps must be is in flowrl/algorithms/common/planning.py. Starts, `flowrl budget`
+and the sentence of a run that is out of memory ask the same rules (flowrl/config/facts.py), so that
+nothing is proposed that a start would refuse.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from flowrl.config.load import load_config, read_config
 from flowrl.config.schema import Config
 from flowrl.samplers import sigmas
 from flowrl.training import identity
+from flowrl.types import Solver
 
 
 def problems(*overrides, name=None):
@@ -34,6 +35,10 @@ def test_the_default_run_is_nft_on_the_embedded_world():
         and cfg.data.train == "shapes:train"
     )
     assert cfg.reward == {"shapes": {"weight": 1.0}} and cfg.trackers == ["tensorboard"]
+
+
+def test_an_evaluation_takes_every_solver_of_a_plan():
+    assert config_schema.EvalConfig.model_fields["solver"].annotation == Solver
 
 
 @pytest.mark.parametrize(
