@@ -87,9 +87,12 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, monkeypatch, wrong,
         ),
         (
             ["algorithm=flow_grpo", "sampler.eta=0"],
-            "GRPO needs SDE steps and this plan has none: set sampler.eta > 0",
+            "this method trains SDE steps and its plan has none: set sampler.eta > 0",
         ),
-        (["algorithm=flow_grpo", "sampler.steps=1"], "GRPO needs SDE steps and this plan has none"),
+        (
+            ["algorithm=flow_grpo", "sampler.steps=1"],
+            "this method trains SDE steps and its plan has none",
+        ),
         (
             ["algorithm=mix_grpo", "sampler.steps=4"],
             "a window of 4 steps does not fit into steps 0..2 of 4",

@@ -71,7 +71,7 @@ def check_plan(c: TransitionConfig, plan: Plan) -> None:
     """Raise ValueError, which says what setting to change, where the method cannot use the plan."""
     if not bool(plan.trained.any()):
         raise ValueError(
-            "GRPO needs SDE steps and this plan has none: set sampler.eta > 0 (0.7 for"
+            "this method trains SDE steps and its plan has none: set sampler.eta > 0 (0.7 for"
             " flow_sde) and sampler.steps >= 2, or train with algorithm=nft, which needs no SDE"
         )
     check_compared(c, plan)
