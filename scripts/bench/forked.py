@@ -65,16 +65,21 @@ class Forked:
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.printed, self.began = printed, time.monotonic()
+        # before the fork: a command may be killed before it has opened anything
+        output = os.open(printed, os.O_WRONLY | os.O_CREAT, 0o666)
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self._run(list(words), around))
+            os._exit(self._run(list(words), output, around))
+        os.close(output)
 
-    def _run(self, words: list[str], around: Callable[[], AbstractContextManager[object]]) -> int:
-        """Run the command in the fork -> its exit code."""
-        code, number = 1, os.open(self.printed, os.O_WRONLY | os.O_CREAT, 0o666)
+    def _run(
+        self, words: list[str], output: int, around: Callable[[], AbstractContextManager[object]]
+    ) -> int:
+        """Run the command in the fork, with what it prints in `output` -> its exit code."""
+        code = 1
         for stream in (1, 2):
-            os.dup2(number, stream)
+            os.dup2(output, stream)
         # the parent's streams may hold text of its own, or belong to a test
         sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), write_through=True)
         sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), write_through=True)

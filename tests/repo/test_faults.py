@@ -49,6 +49,12 @@ def test_a_killed_run_and_one_without_room_end_as_the_uninterrupted_one(bench, t
 
 
 @forks
+def test_a_command_that_is_killed_before_it_has_begun_has_printed_nothing(tmp_path):
+    ended = forked.Forked(["list"], tmp_path / "printed.txt").wait(60, kill=-1)
+    assert (ended.code, ended.text) == (-9, "")
+
+
+@forks
 def test_what_differs_from_the_uninterrupted_run_is_named(bench, tmp_path):
     run = shutil.copytree(bench.home / "nft" / "run", tmp_path / "run")
     whole = bench.whole["nft"]
