@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,8 @@ def _load(folder: Path) -> Checkpoint:
 def _peek(run: Path) -> dict[str, Any]:
     """meta.json of the newest checkpoint, unverified; {} where there is none to read."""
     try:
-        meta = json.loads((checkpoint.latest(run) / checkpoint.META).read_bytes())
-    except (CheckpointError, OSError, ValueError):
+        meta = checkpoint.read_json(checkpoint.latest(run) / checkpoint.META)
+    except (CheckpointError, OSError):
         return {}
     return meta if isinstance(meta, dict) else {}
 

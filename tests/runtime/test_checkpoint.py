@@ -46,18 +46,23 @@ def test_only_the_newest_are_kept_and_one_iteration_can_be_saved_twice(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lora.safetensors", "meta.json", "manifest.json"])
-@pytest.mark.parametrize("damage", ["truncate", "flip a byte", "remove"])
+@pytest.mark.parametrize("damage", ["truncate", "flip a byte", "remove", "nest"])
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(tmp_path, name, damage):
     checkpoint.save(tmp_path, 1, TENSORS, {})
     path = checkpoint.save(tmp_path, 2, TENSORS, {}) / name
     data = bytearray(path.read_bytes())
     if damage == "remove":
         path.unlink()
+    elif damage == "nest":  # deeper than a parser of JSON goes
+        path.write_bytes(b"[" * 100_000)
     else:
         data[0] ^= 1  # "{" of json becomes "z"
         path.write_bytes(data if damage == "flip a byte" else bytes(data[1:]))
     with pytest.raises(CheckpointError, match=name) as error:
         checkpoint.load(path.parent)
+    if path.suffix == ".json":
+        with pytest.raises(CheckpointError, match=name):
+            checkpoint.read_json(path)
     found = checkpoint.load_newest(tmp_path)
     assert found.folder.name == "step-000001" and found.meta["iteration"] == 1
     assert found.damaged == {path.parent: str(error.value)} and "\n" not in str(error.value)

@@ -105,6 +105,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
         ('{"a": 1}\n', '{"a": 1}\n{"a": 3}\n'),
         ('{"a": 1}\n{"a": ', '{"a": 1}\n{"a": 3}\n'),  # of a killed process
         ('{"a": ', '{"a": 3}\n'),
+        ("[" * 100_000, '{"a": 3}\n'),  # deeper than a parser of JSON goes
         ('{"a": 1}', '{"a": 1}\n{"a": 3}\n'),  # of an editor
     ],
 )

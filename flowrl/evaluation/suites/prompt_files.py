@@ -232,7 +232,7 @@ def _test_points(text: str, where: str) -> tuple[str, list[tuple[str, str]]]:
     try:
         about = json.loads(text)
         pairs = list(zip(about["Testpoints"], about["Testpoint Description"], strict=True))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise ValueError(
             f"{where}: its test points cannot be read ({type(error).__name__}: {error})"
         ) from None

@@ -169,7 +169,7 @@ def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
     """Read a checkpoint back -> (tensors, meta) as given to `save`, after every file's size and
     hash were verified; meta also holds "iteration"."""
     folder = Path(folder)
-    whole = _json(folder / MANIFEST)
+    whole = read_json(folder / MANIFEST)
     manifest = whole.get("files") if isinstance(whole, dict) else None
     if (
         not isinstance(manifest, dict)
@@ -181,7 +181,7 @@ def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
         _verify(folder / name, entry)
     paths = [folder / name for name in manifest if name.endswith(".safetensors")]
     tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
-    return tensors, _json(folder / META)
+    return tensors, read_json(folder / META)
 
 
 def pack_optimizer(
@@ -256,12 +256,13 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} does not match its sha256, so it was altered")
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Any:
+    """Read a JSON file of a checkpoint, unverified; where it is none -> CheckpointError."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except ValueError as error:  # bytes that are not UTF-8 raise a ValueError, too
+    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
         raise CheckpointError(f"{path} is not json, so it is truncated or altered") from error
 
 

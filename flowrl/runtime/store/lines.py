@@ -91,7 +91,7 @@ def _mend(handle: int) -> int:
     last = os.pread(handle, size, 0).rpartition(b"\n")[2]
     try:
         json.loads(last)
-    except ValueError:
+    except (ValueError, RecursionError):
         os.ftruncate(handle, size - len(last))
     else:
         os.write(handle, b"\n")

@@ -106,5 +106,5 @@ def _owner(path: Path) -> str:
         return (
             f"process {owner['pid']} ({owner['doing']}) on {owner['host']} since {owner['since']}"
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return "another process"
