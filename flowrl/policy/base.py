@@ -1,4 +1,4 @@
-"""What every policy offers, whether its network is a diffusers pipeline or a plain module."""
+"""The interface of all policies, whether the network is a diffusers pipeline or a plain module."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from flowrl.types import Transition
 
 
 class Policy:
-    """A velocity field v(x, sigma | prompt), what is trained of it, and the way to media and back.
+    """A velocity field v(x, sigma | prompt), its trained parts, and the way to media and back.
 
     Subclasses give encode, _velocity, decode, encode_media and schedule. trained: the networks that
-    are trained, by component name; None: `modules`. turns: which weights leave the device for a
-    while; None: all stay.
+    are trained, by component name; None: `modules`. turns: decides which weights leave the device
+    for a while; None: all stay.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class Policy:
         trained: Mapping[str, nn.Module] | None = None,
         turns: Turns | None = None,
     ) -> None:
-        # networks that are called, by component name; a trainer may put wrapped ones (sharded,
-        # compiled) in their place
+        # component name -> network to call; a trainer may put sharded or compiled ones in its place
         self.modules: dict[str, nn.Module] = dict(modules)
-        self.networks = dict(modules)  # as loaded, never wrapped
-        self.latent_shape = tuple(shape)  # (*L) of one sample
+        self.networks = dict(modules)  # component name -> network as it was loaded, never wrapped
+        self.latent_shape = tuple(shape)  # (*L) shape of one sample
         self.trainable = TrainedParts(dict(modules if trained is None else trained), adapter)
         self.turns = turns or Turns(_device_of(self.networks))
-        self.compiled: Compiled | None = None  # blocks, see compile_blocks
-        self.calls = 0  # network rows so far: states x guidance branches
+        self.compiled: Compiled | None = None  # the compiled blocks, see compile_blocks
+        self.calls = 0  # number of network rows so far: states x guidance branches
         self._rows = LastRows()
-        self._embedded: tuple[Cond, Tensor | None] | None = None  # the last prompts' features
+        # (prompts, features) of the newest call of `features`
+        self._embedded: tuple[Cond, Tensor | None] | None = None
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which the policy computes."""
         return self.turns.device if self.turns.used else _device_of(self.networks)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the networks' weights as loaded. LoRA is always fp32, and so are all weights
-        once they are trained in full mode."""
+        """The type of the networks' weights after loading. LoRA is always fp32, and so are all
+        weights once they are trained in full mode."""
         return computing_type(next(iter(self.networks.values())))
 
     def branches(self, guidance: float | str) -> int:
@@ -72,7 +72,7 @@ class Policy:
         return 1
 
     def unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> list[str]:
-        """Sentences about arguments of the pipeline's call that change nothing, where samples are
+        """Write sentences about arguments of the pipeline's call that change nothing if samples are
         made at these guidances. names: conditions that prompts bring, beside the arguments of all
         prompts."""
         return []
@@ -92,7 +92,7 @@ class Policy:
         raise NotImplementedError
 
     def say_cut(self, prompts: Iterable[str | None]) -> None:
-        """Warn once of each prompt whose end the text encoders do not read."""
+        """Warn once about each prompt whose end the text encoders do not read."""
 
     def schedule(self, steps: int) -> Schedule:
         """Return sigmas and exact model times of a run with `steps` steps, from the pipeline's own
@@ -157,9 +157,9 @@ class Policy:
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Turn noise (n, *L) into x at sigma, the first of a run, as the pipeline starts (Stable
-        Diffusion: below sigma 1, with less noise). cond, rows (n,): whose runs they are, for
-        pipelines that start from a noisy picture."""
+        """Turn noise (n, *L) into x at sigma, the first of a run, in the way of the pipeline (Stable
+        Diffusion starts below sigma 1, with less noise). cond, rows (n,): the prompts of these
+        rows, for pipelines that start from a noisy picture."""
         return noise
 
     def start(
@@ -169,16 +169,16 @@ class Policy:
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Turn standard normal noise (n, *L) into x at sigma, where a sample begins: `init` of the
-        noise, which a head initial_noise moves first, each row on its shell."""
+        """Turn standard normal noise (n, *L) into x at sigma, where a sample begins: a head
+        initial_noise first moves each row of the noise on its shell, then `init` scales it."""
         if heads.InitialNoise.name in self.trainable.heads:
             assert cond is not None and rows is not None
             noise = heads.on_shell(self.initial(cond, rows).sample(noise), noise)
         return self.init(noise, sigma, cond, rows)
 
     def initial(self, cond: Cond, rows: Tensor) -> Transition:
-        """Return the Gaussian over initial noise, before it is put on the shell, of rows (n,) of
-        cond."""
+        """Return the Gaussian over the initial noise of rows (n,) of cond, before the noise is put
+        on the shell."""
         head = self.trainable.head(heads.InitialNoise.name)
         return head(self.features(cond, rows), len(rows), self.device)
 
@@ -189,8 +189,8 @@ class Policy:
         return head(sigma.to(device), self.features(cond, rows), most.to(device))
 
     def features(self, cond: Cond, rows: Tensor) -> Tensor | None:
-        """What heads read: an embedding (n, d) fp32 of the prompts of rows (n,), without gradient;
-        None where the policy has none."""
+        """Return the input of heads: an embedding (n, d) fp32 of the prompts of rows (n,), without
+        gradient; None if the policy has none."""
         if self._embedded is None or self._embedded[0] is not cond:
             with torch.no_grad():
                 self._embedded = (cond, self._embed(cond))
@@ -198,11 +198,11 @@ class Policy:
         return None if found is None else found[rows.to(found.device)]
 
     def _embed(self, cond: Cond) -> Tensor | None:
-        """Embeddings (P, d) fp32 of all prompts of cond."""
+        """Compute the embeddings (P, d) fp32 of all prompts of cond."""
         return None
 
     def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
-        """Turn x (n, *L) at sigma, () or (n,), where a run ends, into x0, as decode takes it
+        """Turn x (n, *L) at sigma, () or (n,), where a run ends, into x0, which decode takes
         (Stable Diffusion ends above sigma 0)."""
         return x
 
@@ -214,15 +214,15 @@ class Policy:
         rows: Tensor | None = None,
     ) -> Tensor:
         """Decode x (n, *L), flow coordinates at sigma, to media fp32, differentiably: (n, 3, H, W)
-        or (n, F, 3, H, W) in [0, 1], or of a module any (n, *D). cond, rows (n,): whose latents
-        they are, for pipelines that decode with the prompt's own conditions (a first frame)."""
+        or (n, F, 3, H, W) in [0, 1], or, for a module, any (n, *D). cond, rows (n,): the prompts of
+        these rows, for pipelines that decode with the prompt's own conditions (a first frame)."""
         raise NotImplementedError
 
     def narrow_decoder(self) -> None:
-        """Decode in the networks' own type, which takes less memory, where no gradient passes."""
+        """Decode in the networks' own type if no gradient passes: this takes less memory."""
 
     def tile_decoder(self) -> None:
-        """Decode a tile at a time, to save memory. ValueError where the decoder cannot."""
+        """Decode a tile at a time, to save memory. ValueError if the decoder cannot."""
         raise ValueError(
             "model.tiling=true: this model's decoder has no tiles; leave it out, and lower"
             " batch.decode to save memory"
@@ -237,8 +237,8 @@ class Policy:
 
     @property
     def parts(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{"denoiser": {name: parameter}, "text_encoder": ..., and the heads}: what is trained, and
-        nothing else; fp32 (in full mode from the first time it is asked for)."""
+        """Return the trained weights and nothing else: {"denoiser": {name: parameter},
+        "text_encoder": ..., and the heads}; fp32 (in full mode from the first call of this)."""
         return self.trainable.by_part()
 
     def view(self, name: str) -> AbstractContextManager[None]:
@@ -246,7 +246,7 @@ class Policy:
         return self.trainable.view(name)
 
     def state(self, name: str = "default") -> dict[str, Tensor]:
-        """Values of a view by parameter name, see TrainedParts.state."""
+        """Return the values of a view by parameter name, see TrainedParts.state."""
         return self.trainable.state(name)
 
     def same(self, a: str, b: str) -> bool:
@@ -255,33 +255,33 @@ class Policy:
 
     def compile_blocks(self, on: bool = True) -> None:
         """Compile the repeated blocks of the networks in place, and pad batches to sizes that were
-        seen before (policy/weights/compiled.py); or run them as they are."""
+        seen before (policy/weights/compiled.py); with on=False, run the blocks uncompiled."""
         if self.compiled is not None:
             self.compiled.off()
         self.compiled = compile_blocks(list(self.networks.values())) if on else None
 
     def save_lora(self, folder: str | Path) -> Path:
-        """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
+        """Write the adapter to `folder`; in diffusers' LoRA format if the pipeline has one."""
         from safetensors.torch import save
 
         self.trainable.needs_lora()
         return lora.write(Path(folder) / lora.FILE, save(lora.exported(self.trainable)))
 
     def load_lora(self, path: str | Path) -> None:
-        """Load a LoRA (a folder or file), whoever trained it, into "default", so that it does what
-        it did there. A LoRA that changes something else than our adapters do is refused."""
+        """Load a LoRA (a folder or file), whoever trained it, into "default", so that it has the
+        same effect as there. A LoRA that changes anything beside our adapters' layers is refused."""
         self.trainable.needs_lora()
         pipe = getattr(self, "pipe", None)
         self.trainable.load("default", lora_read.read(self.trainable, path, pipe))
 
     def load_heads(self, folder: str | Path) -> None:
-        """Put the heads that a run exported beside the policy: initial_noise acts in every sample
-        from then on."""
+        """Load the heads that a run exported beside the policy: from then on, initial_noise acts in
+        every sample."""
         made = heads.load(Path(folder), self.latent_shape)
         self.trainable.set_heads({name: head.to(self.device) for name, head in made.items()})
 
 
 def _device_of(networks: Mapping[str, nn.Module]) -> torch.device:
-    """The device of a policy's networks; the CPU where there are none."""
+    """Find the device of a policy's networks; the CPU if there are none."""
     network = next(iter(networks.values()), None)
     return torch.device("cpu") if network is None else next(network.parameters()).device

@@ -27,37 +27,39 @@ MEANING = {
     "decode": "media, against the pipeline's own decoding",
     "came": "networks without what is trained, against those that the pipeline came with",
 }
-Replayed = Any  # a PipelinePolicy, whose file imports this one
-BLOCK = 1 << 24  # values that are compared at once
-LOOSE = 8.0  # weight of a guidance that is not known
-ROUNDED = 30.0  # times what rounding latents changes in them, predictions and media may differ
+Replayed = Any  # type of a PipelinePolicy, whose file imports this one
+BLOCK = 1 << 24  # number of values that are compared at once, to save memory
+LOOSE = 8.0  # sum of guidance weights that is assumed if guidance is not known
+# predictions and media may differ by this many times the effect of rounding the latents
+ROUNDED = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """The result of a self-check: relative errors, and what they may be."""
+    """The result of a self-check: relative errors, and their limits."""
 
-    # what each comparison compares, by its key in errors
+    # key of an error -> sentence about what is compared
     meaning: ClassVar[Mapping[str, str]] = MEANING
-    # the first words of the text, with a place for `steps`
+    # first words of the text, with a place for `steps`
     tried: ClassVar[str] = "replayed at {} steps"
-    swapped: ClassVar[str] = "must"  # whether swapped prompts "must" or "should" differ
+    # verb of the sentence about swapped prompts: they "must" or "should" differ
+    swapped: ClassVar[str] = "must"
 
     pipeline: str  # name of the class of the pipeline or module
-    errors: dict[str, float]  # the largest relative error of each comparison
+    errors: dict[str, float]  # comparison -> its largest relative error
     wrong_rows: float  # relative change when prompts are swapped; NaN without conditions
-    tolerance: float  # what each error may be
+    tolerance: float  # limit of each error
     steps: int  # sampling steps of the run that was compared
-    media: float = 0.0  # what media may differ by where the decoder is less precise; 0: as all else
-    notes: list[str] = field(default_factory=list)  # sentences for whoever reads the comparisons
+    media: float = 0.0  # limit for media if the decoder is less precise; 0: `tolerance`
+    notes: list[str] = field(default_factory=list)  # sentences for people who read the comparisons
 
     def allowed(self, key: str) -> float:
-        """What a comparison may differ by."""
+        """Return the limit of a comparison."""
         return max(self.tolerance, self.media) if key == "decode" else self.tolerance
 
     @property
     def holds(self) -> bool:
-        """Whether every error is small enough; NaN is not."""
+        """Whether every error is within its limit; NaN is not."""
         return all(value <= self.allowed(key) for key, value in self.errors.items())
 
     def __str__(self) -> str:
@@ -78,15 +80,15 @@ class SelfCheck:
 class RealRun:
     """A run of the pipeline on the swapped record, in some iterations with its own networks."""
 
-    iterations: list[RecordedStep]  # without their calls; (P, *L)
-    own: list[int]  # iterations in which the networks answered; in all others stubs did
-    sigmas: Tensor  # (steps + 1,) fp64, as Coords.sigmas_of gives them
+    iterations: list[RecordedStep]  # iterations without their calls; latents (P, *L)
+    own: list[int]  # numbers of iterations in which the networks answered; in all others stubs did
+    sigmas: Tensor  # (steps + 1,) fp64, from Coords.sigmas_of
     final: Tensor  # latents after the loop
-    scheduler: Any  # as it was before the loop
+    scheduler: Any  # the scheduler before the loop
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """max |a - b| / max |b|, a block of values at a time: media are large."""
+    """Compute max |a - b| / max |b|, a block of values at a time, because media are large."""
     off, size = [], []
     for x, y in _blocks(a, b):
         off.append((x.double() - y.double()).abs().max())
@@ -102,8 +104,8 @@ def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def self_check(policy: Replayed) -> SelfCheck:
-    """Run the pipeline for real and compare. Costs about twice the network rows of a run of four
-    steps of two prompts."""
+    """Run the pipeline for real and compare. It costs about twice the network rows of a run with
+    four steps and two prompts."""
     record = policy.prober.record
     cond = policy.encode([i.prompt for i in record], [i.conditions for i in record])
     real = _run(policy, record[::-1])
@@ -155,7 +157,7 @@ def _decode(policy: Replayed, x: Tensor, cond: Cond) -> Tensor:
 
 
 def _beside(ours: Tensor, decoded: Tensor) -> float:
-    """Relative error of media; where the pipeline rounds its own to 8 bits, ours may differ by one
+    """Compute the relative error of media. Pipelines that round media to 8 bits may differ by one
     of 255 levels."""
     off = []
     for a, b in _blocks(ours, decoded):
@@ -184,7 +186,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _notes(policy: Replayed, scheduler: Any, size: tuple[int, ...], *, noisy: bool) -> list[str]:
-    """Notes for whoever reads the comparisons. size: (H, W) of media; () where none were made."""
+    """Write notes for readers of the comparisons. size: (H, W) of media; () if none were made."""
     name, out = type(scheduler).__name__, []
     if size and (unlike := policy.prober.runner.unlike_asked(size)):
         out.append(unlike)
@@ -205,10 +207,11 @@ def _notes(policy: Replayed, scheduler: Any, size: tuple[int, ...], *, noisy: bo
 
 
 def _tolerance(policy: Replayed) -> float:
-    """What errors may be: 1e-4 in fp32; in lower precision its rounding times the guidance that
-    multiplies it."""
+    """Return the limit of errors: 1e-4 in fp32; in lower precision, its rounding times the guidance
+    that multiplies it."""
     slots = [slot for r in policy.replay.regimes for c in r.calls for slot in c.slots]
-    dtypes = {policy.dtype, *(slot.dtype for slot in slots)}  # of latents at the network
+    # types of the networks, and of the latents that they get
+    dtypes = {policy.dtype, *(slot.dtype for slot in slots)}
     lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     if lowest == torch.float32:
         return 1e-4
@@ -218,7 +221,7 @@ def _tolerance(policy: Replayed) -> float:
 
 
 def _media_tolerance(policy: Replayed) -> float:
-    """What media may differ by where a VAE of lower precision rounds them; 0 in fp32."""
+    """Return the limit for media that a VAE of lower precision rounds; 0 in fp32."""
     vae = getattr(policy.prober.runner.pipe, "vae", None)
     kinds = {p.dtype for p in vae.parameters()} if isinstance(vae, nn.Module) else set()
     eps = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
@@ -228,7 +231,7 @@ def _media_tolerance(policy: Replayed) -> float:
 def _judge(result: SelfCheck) -> SelfCheck:
     """Return the result; UnreplayableError if a comparison failed, or could not have failed."""
     for key, value in result.errors.items():
-        if not value <= result.allowed(key):  # also NaN
+        if not value <= result.allowed(key):  # `not <=`, because NaN must fail, too
             raise UnreplayableError(
                 f"{result.pipeline}: the replay differs in {MEANING[key]} by {value:.1e} (allowed"
                 f" {result.allowed(key):.0e}); see policy.describe() and"
@@ -243,7 +246,7 @@ def _judge(result: SelfCheck) -> SelfCheck:
 
 
 def _run(policy: Replayed, items: Sequence[PromptItem]) -> RealRun:
-    """Run the pipeline as it is on these items, one by one where it takes one."""
+    """Run the pipeline as it is on these items, one by one if it takes one at a time."""
     parts = [_run_together(policy, group) for group in policy.prober.apart(items)]
     if len(parts) == 1:
         return parts[0]
@@ -267,7 +270,7 @@ def _run_together(policy: Replayed, items: list[PromptItem]) -> RealRun:
         final[:] = [result[:rows].clone()]
 
     real = _own(policy, torch.stack([it.time for it in prober.run(items, policy.steps)]))
-    # the overlong prompt alone fixes the text's length for these short ones
+    # these prompts are short, so the overlong one alone fixes the length of the text
     pad = prober.runner.pad[:1]
     ran = prober.run(items, policy.steps, pad=pad, real=real, on_raw=first, on_done=on_done)
     done = [RecordedStep([], it.time, it.sample[:rows], it.prediction[:rows]) for it in ran]
@@ -277,20 +280,20 @@ def _run_together(policy: Replayed, items: list[PromptItem]) -> RealRun:
 
 
 def _own(policy: Replayed, times: Tensor) -> list[int]:
-    """Two iterations or more in which the networks answer: an early one of each regime."""
+    """Choose two iterations or more in which the networks answer: an early one of each regime."""
     regime = _regimes(policy, times)
     early = {regime.index(which, 1) for which in set(regime[1:])}
     return sorted(early) if len(early) > 1 else [*early, len(times) - 1]
 
 
 def _regimes(policy: Replayed, times: Tensor) -> list[int]:
-    """The regime that each model time of a run belongs to."""
+    """Find the regime that each model time of a run belongs to."""
     lows = [*policy.replay.boundaries, float("-inf")]
     return torch.stack([times >= low for low in lows]).float().argmax(0).tolist()
 
 
 def _predict(policy: Replayed, run: RealRun, j: int, cond: Cond, rows: list[int]) -> Tensor:
-    """The replay's prediction at the first latents of a run's iteration j, with rows of cond."""
+    """Replay the prediction at the first latents of a run's iteration j, with rows of cond."""
     it, sigma = run.iterations[j], run.sigmas[j]
     x = it.sample[: len(rows)].float() / policy.coords.scale(sigma).item()
     at = torch.tensor(rows, device=x.device)
@@ -300,9 +303,9 @@ def _predict(policy: Replayed, run: RealRun, j: int, cond: Cond, rows: list[int]
 
 
 def _loop(policy: Replayed, real: RealRun, ours: dict[int, Tensor], read: Tensor) -> float:
-    """The largest error of latents that the pipeline's own scheduler makes of each prediction,
-    relative to the latents or to the step, whichever is larger. read (P, D): the entries that
-    networks read, which alone count."""
+    """Return the largest error of the latents that the pipeline's own scheduler makes from each
+    prediction, relative to the latents or to the step, whichever is larger. read (P, D): the
+    entries that networks read, which alone count."""
     pattern, begin = policy.prober.runner.pattern, policy.prober.begin
     schedulers = [started(real.scheduler, begin) for _ in range(policy.prober.runner.streams)]
     following = [it.sample for it in real.iterations[1:]] + [real.final]
@@ -324,7 +327,7 @@ def _loop(policy: Replayed, real: RealRun, ours: dict[int, Tensor], read: Tensor
 
 
 def _read(policy: Replayed, cond: Cond) -> Tensor:
-    """Which entries of the latents a network reads, (P, D) bool; a loop may write over others."""
+    """Mark entries of the latents that a network reads, (P, D) bool; loops may overwrite others."""
     numel = torch.Size(policy.latent_shape).numel()
     if not policy.replay.regimes:
         return torch.ones(len(cond), numel, dtype=torch.bool)
@@ -343,8 +346,8 @@ def _read(policy: Replayed, cond: Cond) -> Tensor:
 
 
 def _referee(policy: Replayed, real: RealRun, cond: Cond) -> tuple[float, float]:
-    """Errors at sigmas that no run visited, one in each regime: (against the pipeline's own loop
-    body, of two sigmas in one call against a call each)."""
+    """Return errors at sigmas that no run visited, one in each regime: (against the pipeline's own
+    loop body, of two sigmas in one call against a call each)."""
     record, device = policy.prober.record, policy.device
     prompts, conditions = [i.prompt for i in record], [i.conditions for i in record]
     generator = torch.Generator().manual_seed(3)
@@ -363,7 +366,7 @@ def _referee(policy: Replayed, real: RealRun, cond: Cond) -> tuple[float, float]
 
 
 def _unvisited(policy: Replayed, real: RealRun) -> list[float]:
-    """Two sigmas or more that the run did not visit, at least one in every regime."""
+    """Choose two sigmas or more that the run did not visit, at least one in every regime."""
     times, sigmas = torch.stack([it.time for it in real.iterations]), real.sigmas
     regime = _regimes(policy, times)
     places = [j for j in range(1, len(times) - 1) if regime[j] == regime[j + 1]]
@@ -378,13 +381,13 @@ def _unvisited(policy: Replayed, real: RealRun) -> list[float]:
     slots = [slot for r in policy.replay.regimes for c in r.calls for slot in c.slots]
     if policy.coords.kind == "flow" or not (policy.late or any(slot.moving for slot in slots)):
         return out
-    # pictures are noised by a table of whole times
+    # such loops noise pictures by a table that holds whole model times only
     return [policy.coords.time.whole(s) for s in out]
 
 
 def _euler(policy: Replayed, real: RealRun) -> float | None:
-    """The error of the scheduler's first step, without its limits, against x' + v (s1 - s0); the
-    first step is of first order in multistep solvers, too. None when it draws noise."""
+    """Return the error of the scheduler's first step, without its limits, against x' + v (s1 - s0);
+    multistep solvers, too, take a first step of first order. None when it draws noise."""
     first, begin = real.iterations[0], policy.prober.begin
     pattern = policy.prober.runner.pattern
     parts = zip(pattern.split(first.prediction), pattern.split(first.sample), strict=True)

@@ -1,4 +1,4 @@
-"""The self-check of a module's policy: what training relies on is tried on random latents."""
+"""The self-check of a module's policy: it tries the conditions of training on random latents."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LIKELY = {
     "mixed": "t has one sigma for each row: t (n,), not t[0]",
     "decode": "a sample may depend on nothing but its own latents",
 }
-Moduled = Any  # a ModulePolicy, whose file imports this one
-PROMPTS = ("a", "b")  # where nobody gives others
+Moduled = Any  # type of a ModulePolicy, whose file imports this one
+PROMPTS = ("a", "b")  # prompts that are used if the caller gives none
 ROWS, STEPS = 4, 4
 
 
@@ -41,12 +41,12 @@ class ModuleCheck(SelfCheck):
 
 
 def self_check(policy: Moduled, prompts: Sequence[str] | None = None) -> ModuleCheck:
-    """Try a module as training will call it: its shapes, that rows do not depend on each other,
-    that each row has its own sigma, that it is finite from the first step to the last, and that a
-    gradient reaches what is trained.
+    """Try a module in the same way as training will call it: its shapes, that rows do not depend on
+    each other, that each row has its own sigma, that it is finite from the first step to the last,
+    and that a gradient reaches its trained weights.
 
-    prompts: two that differ, which `cond` knows. What fails -> ValueError that says what to change.
-    The module's buffers (statistics of batches) are as before afterwards.
+    prompts: two different ones, which `cond` knows. A failure -> ValueError that says what to
+    change. Afterwards the module's buffers (statistics of batches) are the same as before.
     """
     name = type(policy.modules["module"]).__name__
     cond = policy.encode(list(prompts or PROMPTS)[:2])
@@ -76,7 +76,7 @@ def self_check(policy: Moduled, prompts: Sequence[str] | None = None) -> ModuleC
 
 
 def _inputs(policy: Moduled, prompts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (n, *L), rows (n,) and a sigma for each row, from the first of a run to its last."""
+    """Return x (n, *L), rows (n,) and a sigma for each row, from a run's first to its last."""
     x = torch.randn(ROWS, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     rows = torch.arange(ROWS) % prompts
     return x.to(policy.device), rows, policy.schedule(STEPS).sigmas[:-1]
@@ -105,10 +105,10 @@ def _compared(
 
 
 def _alone(policy: Moduled, x: Tensor, sigma: float, cond: Cond, rows: Tensor) -> Tensor:
-    """The velocity of a single row, which batch norm in training mode cannot take."""
+    """Compute the velocity of a single row, which batch norm in training mode refuses."""
     try:
         return policy.velocity(x, sigma, cond, rows)
-    except Exception as error:  # a module of the user's fails in its own way
+    except Exception as error:  # a user's module may raise anything
         name = type(policy.modules["module"]).__name__
         raise ValueError(
             f"{name} takes {ROWS} rows but not one alone ({error}): {LIKELY['rows']}"
@@ -126,7 +126,7 @@ def _check_finite(v: Tensor, sigmas: Tensor, kind: str) -> None:
 
 
 def _decoded(decode: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Decode x (n, *L); ValueError where the media cannot be those of its rows."""
+    """Decode x (n, *L); ValueError if the result cannot be one medium for each row."""
     media = decode(x)
     if not isinstance(media, Tensor) or media.ndim < 2 or len(media) != len(x):
         got = tuple(media.shape) if isinstance(media, Tensor) else type(media).__name__
@@ -139,7 +139,7 @@ def _decoded(decode: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _gradients(
     policy: Moduled, name: str, x: Tensor, sigmas: Tensor, cond: Cond, rows: Tensor
 ) -> list[str]:
-    """Note how many trained weights no gradient reaches; ValueError where it reaches none of a
+    """Note how many trained weights no gradient reaches; ValueError if it reaches no weight of a
     part."""
     unused: list[str] = []
     with torch.enable_grad():
@@ -164,9 +164,9 @@ def _gradients(
 
 
 def _judged(result: ModuleCheck) -> ModuleCheck:
-    """Return the result; ValueError where a comparison failed."""
+    """Return the result; ValueError if a comparison failed."""
     for key, value in result.errors.items():
-        if not value <= result.tolerance:  # also NaN
+        if not value <= result.tolerance:  # `not <=`, because NaN must fail, too
             raise ValueError(
                 f"{result.pipeline} differs in {MEANING[key]} by {value:.1e} (allowed"
                 f" {result.tolerance:.0e}): {LIKELY[key]}"

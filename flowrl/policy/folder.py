@@ -1,4 +1,4 @@
-"""A model's folder in diffusers' layout: what it is made of, and why it cannot be loaded."""
+"""A model's folder in diffusers' layout: its parts, and the reason why it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from huggingface_hub import constants
 from flowrl.runtime.paths import located, nearby
 
 INDEX = "model_index.json"
-# files that are loaded where no variant is asked for; without the index, which lists shards
+# weight files of no variant; without the index, which lists shards
 PLAIN = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 OF_VARIANT = re.compile(r"(diffusion_pytorch_model|model)\.(\w+?)(-\d+-of-\d+)?\.safetensors")
 POINTER = b"version https://git-lfs"
 
 
 def check_index(source: str, index: Any) -> None:
-    """ValueError where model_index.json names a part that is not there, or a pipeline or a part
-    that no installed package has: the code of such a folder is never run."""
+    """ValueError if model_index.json names a part that is not there, or a pipeline or a part that
+    no installed package has: the code in a folder is never run."""
     import diffusers
 
     name = index.get("_class_name") if isinstance(index, Mapping) else None
     if not name:
         raise ValueError(f'model "{source}": its {INDEX} names no pipeline, "_class_name"')
-    own = name if isinstance(name, str) else name[-1]  # a file of the folder, and a class in it
+    # a list names a file in the folder, and a class in that file
+    own = name if isinstance(name, str) else name[-1]
     unknown = [] if own is name and hasattr(diffusers, own) else [str(own)]
     parts = parts_of(index)
     unknown += [
@@ -54,8 +55,8 @@ def parts_of(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 
 
 def variant_of(source: str, index: Mapping[str, Any]) -> str | None:
-    """Find the variant in the names of weights (fp16 in model.fp16.safetensors), where a part has
-    no weights without one."""
+    """Find the variant in the names of weights (fp16 in model.fp16.safetensors), if a part has no
+    weights without one."""
     for part in parts_of(index):
         names = [path.name for path in (Path(source) / part).glob("*.safetensors")]
         found = [match[2] for match in map(OF_VARIANT.fullmatch, names) if match]
@@ -65,7 +66,7 @@ def variant_of(source: str, index: Mapping[str, Any]) -> str | None:
 
 
 def why_not(source: str, error: Exception) -> str:
-    """Say in a sentence why a source cannot be loaded. error: what loading it raised."""
+    """Say in a sentence why a source cannot be loaded. error: the exception of loading it."""
     path, what = located(source), f'model "{source}"'
     if path.is_file():
         return f"{what} is a single file, and {_for_file(path)}"
@@ -100,13 +101,13 @@ def _for_folder(path: Path, error: Exception) -> str:
 
 
 def first_sentence(error: object) -> str:
-    """The first sentence of what a library says, without its full stop."""
+    """Return the first sentence of a library's message, without its full stop."""
     words = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.!?])\s", words)[0].rstrip(".")[:300]
 
 
 def _damaged(folder: Path) -> str | None:
-    """Name the first file of weights that cannot be read, and what to do; None where all can."""
+    """Name the first file of weights that cannot be read, and what to do; None if all can."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.rglob("*.safetensors")):
@@ -122,13 +123,13 @@ def _damaged(folder: Path) -> str | None:
 
 
 def _known(package: str, cls: str) -> bool:
-    """Whether an installed package has a class. Only diffusers and its pipelines are looked into:
-    diffusers finds classes of transformers under names that are gone."""
+    """Whether an installed package has a class. It looks for classes of diffusers and its pipelines
+    only: diffusers finds classes of transformers under names that no longer exist."""
     import diffusers
 
     if package == "diffusers" or hasattr(diffusers.pipelines, package):
         return hasattr(getattr(diffusers.pipelines, package, diffusers), cls)
     try:
         return find_spec(package.partition(".")[0]) is not None
-    except ValueError:  # a module that was made without a file
+    except ValueError:  # find_spec raises it for a module that was made without a file
         return True

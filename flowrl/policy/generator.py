@@ -1,4 +1,4 @@
-"""A function of prompts and noise as a policy: a generator that nobody can look into."""
+"""A function of prompts and noise as a policy: a generator whose inside is unknown."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flowrl.runtime.copies import own
 from flowrl.samplers import keys
 
 Generator = Callable[[list[str], Tensor], Tensor]
-PROMPTS = ("a", "b")  # where nobody gives others
+PROMPTS = ("a", "b")  # prompts that are used if the caller gives none
 
 
 @dataclass(frozen=True)
 class GeneratorCheck:
     """The result of the self-check of a generator."""
 
-    media: tuple[int, ...]  # of one sample
-    notes: tuple[str, ...] = ()  # as SelfCheck has; there are none
+    media: tuple[int, ...]  # shape of one sample's media
+    notes: tuple[str, ...] = ()  # always empty: SelfCheck has a field of this name
 
     def __str__(self) -> str:
         return f"equal noise made equal media {self.media}, other noise others"
@@ -36,8 +36,8 @@ class GeneratorPolicy(Policy):
     library. Only its initial noise can be trained (algorithm=dsrl).
 
     shape: *L of the noise, standard normal and fp32 on the CPU. f must be a function of its
-    arguments: equal noise, equal media, each row on its own. embed: prompts -> (P, d), what the
-    noise may depend on; None: the same noise policy for all prompts. Media as ModulePolicy's.
+    arguments: equal noise gives equal media, each row on its own. embed: prompts -> (P, d), input
+    of the noise policy; None: the same noise policy for all prompts. Media as in ModulePolicy.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class GeneratorPolicy(Policy):
         return torch.float32
 
     def describe(self) -> str:
-        """Write what is called, in a line."""
+        """Write in a line which function is called."""
         name = getattr(self.generator, "__name__", type(self.generator).__name__)
         return f"media = {name}(prompts, noise (n, {', '.join(map(str, self.latent_shape))}))"
 
     def self_check(self, prompts: Sequence[str] | None = None) -> GeneratorCheck:
-        """Try it on two prompts: equal noise must make equal media, a row alone too, and other
-        noise others. What fails -> ValueError."""
+        """Try it on two prompts: equal noise must make equal media, also for a row alone, and other
+        noise must make other media. A failure -> ValueError."""
         texts = list(prompts or PROMPTS)[:2]
         cond, rows = self.encode(texts), torch.arange(len(texts))
         noise = keys.gaussian(keys.key("generator", torch.arange(len(texts))), self.latent_shape)
@@ -111,7 +111,7 @@ class GeneratorPolicy(Policy):
         return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
-        """Return 0, so that the initial noise is what is decoded."""
+        """Return 0, so that `decode` gets the initial noise."""
         return torch.zeros_like(request.x), 0
 
     def unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> list[str]:

@@ -35,7 +35,8 @@ from flowrl.runtime.typed_text import takes_text
 
 PARTS = ("denoiser", "text_encoder")
 DESCRIBED = "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
-ENCODING = "encoding (model.encoders, model.prompt_cache)"  # as errors name it
+# name of the setting `encoding` in errors
+ENCODING = "encoding (model.encoders, model.prompt_cache)"
 
 
 def load_policy(
@@ -57,26 +58,27 @@ def load_policy(
     **pipeline_kwargs: Any,
 ) -> Policy:
     """Make a Policy of `source`: a live DiffusionPipeline, its folder or hub id, a name in
-    configs/model, an nn.Module f(x, t, cond), a factory of one's own ("path/to/file.py:NAME") or of
-    an installed package, or a Policy, which is returned as it is.
+    configs/model, an nn.Module f(x, t, cond), a user's own factory ("path/to/file.py:NAME") or one
+    of an installed package, or a Policy, which is returned unchanged.
 
-    parts: what is trained, by default ["denoiser"]; "text_encoder" for the text encoders of a
-    pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
-    whatever dtype is; the Path of a LoRA one that holds it, on what it changes; None trains all
-    their weights. dtype: of the networks (default: fp32; of a live pipeline, as it is). quantize:
-    frozen weights of a pipeline's denoiser as "int8" or "nf4" (a quantised pipeline stays as it
-    is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy. pipeline_kwargs: arguments
-    of the pipeline's own call (height, num_frames, image ...), for the policy's life. example: the
-    conditions of one prompt, where they differ from prompt to prompt (Policy.encode takes those of
-    all). hints: for the pipeline's class, see `hints_of` in flowrl/policy/named.py. encoding: where
-    text encoders are, and their answers kept. split: networks are to be split over processes, and
-    wait for that in host memory. UnreplayableError (a ValueError): the loop cannot be inferred.
+    parts: names of the trained parts, by default ["denoiser"]; "text_encoder" for the text encoders
+    of a pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
+    whatever dtype is; the Path of a LoRA puts one that holds it on the layers that it changes; None
+    trains all weights of the parts. dtype: type of the networks (default: fp32; a live pipeline
+    keeps its own). quantize: keeps the frozen weights of a pipeline's denoiser as "int8" or "nf4"
+    (a quantised pipeline stays unchanged). shape, kind, cond, decode: for an nn.Module, see
+    ModulePolicy. pipeline_kwargs: arguments of the pipeline's own call (height, num_frames, image
+    ...), for the policy's life. example: the conditions of one prompt, if they differ from prompt
+    to prompt (Policy.encode takes those of all). hints: for the pipeline's class, see `hints_of` in
+    flowrl/policy/named.py. encoding: where text encoders are, and where their answers are kept.
+    split: networks will be split over processes, and wait for that in host memory.
+    UnreplayableError (a ValueError): the loop cannot be inferred.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
     check_kind(quantize)
     described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
-    if isinstance(source, str | Path):  # a name may stand for any of the things below
+    if isinstance(source, str | Path):  # a name may stand for any of the sources below
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
@@ -94,14 +96,14 @@ def load_policy(
         pipeline_kwargs = {**named, **pipeline_kwargs}
     _check_fresh(source, parts, own_hints, adapted=lora is not None)
     declare(source, own_hints)
-    with quiet():  # loading and probing make the libraries warn of nothing real
+    with quiet():  # quiet: loading and probing make the libraries warn without cause
         waiting = _prepare(source, dtype, device, quantize, encoding, split=split)
         with blaming(source, pipeline_kwargs, "while it becomes a policy", but=ValueError):
             return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding, waiting)
 
 
 def check_parts(parts: Sequence[str]) -> list[str]:
-    """Return the names of what is trained, each once; ValueError for an unknown name."""
+    """Return the names of the trained parts, each once; ValueError for an unknown name."""
     if isinstance(parts, str) or not parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts={parts!r} should be a list of some of {', '.join(PARTS)}")
     return list(dict.fromkeys(parts))
@@ -114,8 +116,8 @@ def _shape_of(
     quantize: str,
     **others: Any,
 ) -> tuple[int, ...]:
-    """Return the shape of a module's latents; ValueError where it is missing, or where an argument
-    is given that modules do not take: one of `others` that is not None."""
+    """Return the shape of a module's latents; ValueError if it is missing, or if an argument is
+    given that modules do not take: one of `others` that is not None."""
     others = {name: value for name, value in others.items() if value is not None}
     if "text_encoder" in parts:
         raise ValueError(
@@ -138,12 +140,12 @@ def _shape_of(
 
 
 def as_policy(given: Any) -> Policy:
-    """Return a Policy as it is, and load anything else that load_policy takes."""
+    """Return a Policy unchanged, and load any other source that load_policy takes."""
     return given if isinstance(given, Policy) else load_policy(given)
 
 
 def found(source: str | Path) -> tuple[Any, dict[str, Any]]:
-    """Look up what a name stands for -> (an object that a factory made, or a folder or hub id; its
+    """Look up the model behind a name -> (an object that a factory made, or a folder or hub id; its
     call arguments)."""
     thing = made(str(source))
     if not isinstance(thing, str):
@@ -165,7 +167,7 @@ def _unchanged(
     parts: Sequence[str] | None,
     others: dict[str, Any],
 ) -> Policy:
-    """Return the policy; ValueError where other adapters, parts or anything else is given with
+    """Return the policy; ValueError if other adapters, parts or further arguments are given with
     it."""
     own, names = policy.trainable, policy.trainable.part_names
     if isinstance(lora, Path):
@@ -191,8 +193,8 @@ def _unchanged(
 def _check_fresh(
     pipe: Any, parts: Sequence[str], hints: Mapping[str, Any], *, adapted: bool
 ) -> None:
-    """ValueError for what is no pipeline, and for a pipeline that cannot become a policy as it
-    is."""
+    """ValueError for an object that is not a pipeline, and for a pipeline that cannot become a
+    policy in its present state."""
     if isinstance(pipe, type):
         raise ValueError(
             f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
@@ -233,8 +235,8 @@ def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """Look up a name of configs/model -> (its source, its call arguments); anything else stays as
-    it is.
+    """Look up a name of configs/model -> (its source, its call arguments); return any other source
+    unchanged.
 
     "package:module/folder" points into an installed package. An unknown name -> ValueError.
     """
@@ -266,7 +268,7 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         package, _, folder = source.removeprefix("package:").partition("/")
         source = str(resources.files(package) / folder)
     with quiet(), warnings.catch_warnings():
-        # diffusers' own argument, and a name without an alternative in its 0.40
+        # diffusers passes the first argument on, and in 0.40 has no other name for the second
         warnings.filterwarnings("ignore", "The `local_dir_use_symlinks`", UserWarning)
         warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
         name, how = source, {}
@@ -285,7 +287,8 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
             # the decoder stays in fp32 for gradients and scores
             types = {"default": dtype} | ({"vae": torch.float32} if "vae" in index else {})
             pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=types, **how, **absent)
-        except Exception as error:  # of diffusers, transformers or tokenizers: each has its own
+        # diffusers, transformers and tokenizers raise errors of their own
+        except Exception as error:
             if ran_out(error):
                 raise
             raise ValueError(why_not(source, error)) from error
@@ -296,7 +299,7 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
 
 
 def _check_whole(source: str, pipe: Any) -> None:
-    """ValueError for a network whose files lack weights that it has: diffusers leaves those on the
+    """ValueError for a network whose files lack some of its weights: diffusers leaves those on the
     meta device."""
     for part, module in pipe.components.items():
         if isinstance(module, nn.Module):
@@ -313,7 +316,8 @@ def _move(
     pipe: Any, device: torch.device | str, *, leave: bool, waiting: Sequence[nn.Module]
 ) -> None:
     """Move the pipeline to a device. Its own `to` asks each part for a dtype, which a plain
-    nn.Module does not have. leave: text encoders stay in host memory; waiting: networks that do."""
+    nn.Module does not have. leave: text encoders that stay in host memory; waiting: networks that
+    do."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     staying = [part for part in parts if any(part is network for network in waiting)]
     if leave:
@@ -335,8 +339,8 @@ def _prepare(
     *,
     split: bool = False,
 ) -> Waiting | None:
-    """Cast a pipeline to its type, quantise its denoisers and move it to the device; None: as it
-    is. encoding, split: what of it is not moved, see load_policy."""
+    """Cast a pipeline to its type, quantise its denoisers and move it to the device; None: no
+    change. encoding, split: select the parts that are not moved, see load_policy."""
     leave = encoding is not None and encoding.leave
     if dtype is not None:
         _cast(pipe, dtype)
@@ -358,8 +362,8 @@ def _cast(pipe: Any, dtype: torch.dtype) -> None:
 
 
 def cast(network: nn.Module, dtype: torch.dtype) -> None:
-    """Cast a network's floating-point weights to a type, but for those that its class keeps in
-    fp32, as from_pretrained does (Wan's norms and time embedding, T5's outputs in fp16)."""
+    """Cast a network's floating-point weights to a type, except those that its class keeps in fp32,
+    in the same way as from_pretrained (Wan's norms and time embedding, T5's outputs in fp16)."""
     kept = set(getattr(network, "_keep_in_fp32_modules", None) or ())
     if isinstance(network, PreTrainedModel):
         strict = set(network._keep_in_fp32_modules_strict or ())
@@ -371,4 +375,5 @@ def cast(network: nn.Module, dtype: torch.dtype) -> None:
         own = torch.float32 if id(tensor) in wide else dtype
         return tensor.to(own) if tensor.is_floating_point() else tensor
 
-    network._apply(typed)  # as `to` does; that one knows no names
+    # `to` calls _apply, too, but its function cannot see the names of weights
+    network._apply(typed)

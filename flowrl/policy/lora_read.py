@@ -1,9 +1,9 @@
-"""Read a LoRA file, whoever trained it: which layers it changes, and A and B of each.
+"""Read a LoRA file, whoever trained it: the layers that it changes, and A and B of each.
 
-Names are looked up as they stand, with any prefix and separator, and then as diffusers' own
-converter for the pipeline writes them. A file means W + scale B A: the scale is multiplied into B,
-so that adapters of any alpha can hold it. What a LoRA on Linear layers cannot do is refused by its
-name.
+Names are looked up unchanged, with any prefix and separator, and then in the form that diffusers'
+own converter for the pipeline gives them. A file means W + scale B A: the scale is multiplied into
+B, so that adapters of any alpha can hold it. A file with anything that a LoRA on Linear layers
+cannot do is refused, with the name of that thing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from flowrl.runtime.log import quiet
 from flowrl.runtime.store.side_files import shortened
 from flowrl.runtime.text import printable
 
-Place = tuple[str, str]  # a component, and the name of a layer of it
+Place = tuple[str, str]  # (component, name of one of its layers)
 HALF = re.compile(
     r"(.+?)\.(?:(lora_A|lora_down|lora\.down|lora_linear_layer\.down)"
     r"|lora_B|lora_up|lora\.up|lora_linear_layer\.up)(?:\.default)?\.weight"
 )
-OLDEST = re.compile(r"(?:\.processor)?\.(\w+)_lora\.(up|down)\.")  # attn1.processor.to_q_lora.up
+# an example: attn1.processor.to_q_lora.up
+OLDEST = re.compile(r"(?:\.processor)?\.(\w+)_lora\.(up|down)\.")
 PREFIXES = ("", "lora_unet", "lora_transformer", "lycoris", "diffusion_model", "base_model_model")
-KINDS = {  # by what keys are called: what no LoRA on a Linear layer does
+KINDS = {  # pattern of keys -> kind of file that a LoRA on Linear layers cannot express
     "dora_scale|lora_magnitude_vector": "DoRA (use_dora)",
     r"(hada|lokr|oft|boft|ia3)_": "LoHa, LoKr, OFT or IA3",
     r"lora_(B|up)\S*\.bias$": "a bias of B (lora_bias)",
@@ -40,14 +41,15 @@ KINDS = {  # by what keys are called: what no LoRA on a Linear layer does
     r"\.diff(_b)?$|_ip[._]|ip_adapter": "whole differences or an IP-Adapter",
     "string_to_param|emb_params|^clip_[lg]$|^<": "a textual inversion",
 }
-# Fields of peft's config that choose layers, which the weights tell, that act in training alone or
-# on other layers than Linear ones, or that `_scale` reads; all others change what is computed
+# Fields of peft's config without effect here: they choose layers, which the weights tell, act in
+# training alone or on other layers than Linear ones, or are read by `_scale`. All other fields
+# change the result.
 IDLE = """task_type peft_type auto_mapping peft_version base_model_name_or_path revision r
     inference_mode target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora
     init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core
     loftq_config eva_config corda_config lora_ga_config runtime_config ensure_weight_tying
     qalora_group_size"""
-PLAIN = {  # values with which the weights mean what they say; other inits change the base
+PLAIN = {  # values with which B A is the whole difference; other inits change the base
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
@@ -59,8 +61,8 @@ ONLY = (
 
 
 def read(parts: TrainedParts, path: str | Path, pipe: Any = None) -> dict[str, Tensor]:
-    """Return a state of the view "default" that does what the LoRA of a folder or file does; layers
-    that it does not change, and ranks beyond those of a layer, add nothing."""
+    """Return a state of the view "default" that has the effect of the LoRA in a folder or file;
+    layers that it does not change, and ranks beyond those of a layer, add nothing."""
     own = parts.tensors("default")
     state = {k: v * 0 if ".lora_B." in k else v.clone() for k, v in own.items()}
     rank, factor = parts.options["rank"], parts.options["alpha"] / parts.options["rank"]
@@ -86,7 +88,7 @@ def read(parts: TrainedParts, path: str | Path, pipe: Any = None) -> dict[str, T
 def fitting(
     pipe: Any, denoisers: Mapping[str, nn.Module], path: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what load_policy takes for adapters that a file fits: lora and parts."""
+    """Return arguments of load_policy for adapters that a file fits: lora and parts."""
     found = layers_of(path, denoisers, pipe)
     rank = max(len(a) for a, _ in found.values())
     own = {"rank": rank, "alpha": rank, "targets": sorted({name for _, name in found})}
@@ -108,7 +110,7 @@ def layers_of(
         raw, configs = lora.opened(file)
         _check(file, raw, configs)
         places = _places(networks, names)
-        # A, B and perhaps alpha of each layer, whose keys lie anywhere in the file
+        # layer -> its A, B and perhaps alpha, whose keys may lie anywhere in the file
         halves: dict[Place, dict[str, Tensor]] = {}
         for key, tensor in _placeable(file, raw, places, pipe).items():
             layer, half = _split(key)
@@ -128,7 +130,7 @@ def layers_of(
 
 
 def _scale(layer: str, rank: int, config: Mapping[str, Any], alpha: Tensor | None) -> float:
-    """Return what B A of a layer is multiplied by: alpha / rank, and 1 without an alpha, as in
+    """Return the factor of B A of a layer: alpha / rank, and 1 without an alpha, the same as in
     diffusers. An alpha in the weights holds for its layer alone."""
     from peft.utils.other import get_pattern_key
 
@@ -141,8 +143,8 @@ def _scale(layer: str, rank: int, config: Mapping[str, Any], alpha: Tensor | Non
 
 
 def _check(file: Path, raw: Iterable[str], configs: Mapping[str, Mapping[str, Any]]) -> None:
-    """ValueError for what is no LoRA of Linear layers: by a field of its config that changes what
-    it computes and is not followed, or by its keys."""
+    """ValueError for a file that is not a LoRA of Linear layers, judged by its keys, or by a field
+    of its config that changes the result and is not followed."""
     for pattern, kind in KINDS.items():
         if key := next((key for key in raw if re.search(pattern, key)), None):
             raise ValueError(f"{file} holds {kind}, as {printable(key, 80)}: {ONLY}")
@@ -161,8 +163,8 @@ def _squashed(name: str) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Split a key of a file -> the layer that it names, and what it holds, "A", "B" or "alpha";
-    ("", "") for a key of another kind."""
+    """Split a key of a file -> (the layer that it names, "A", "B" or "alpha"); ("", "") for a key
+    of another kind."""
     whole = OLDEST.sub(r".\1.lora.\2.", key.replace(".processor.", "."))
     alone = whole.removesuffix(".alpha")
     found = HALF.fullmatch(alone)
@@ -206,7 +208,7 @@ def _placeable(
         try:
             with quiet():
                 made = type(pipe).lora_state_dict(unknown, unet_config=config, return_alphas=True)
-        except Exception as error:  # each converter of diffusers has its own
+        except Exception as error:  # each of diffusers' converters raises errors of its own
             why = f" (it fails with {printable(error, 120)})"
         else:
             weights, alphas = made if isinstance(made, tuple) else (made, None)
@@ -221,13 +223,13 @@ def _placeable(
 
 
 def _lost(raw: Mapping[str, Tensor], places: Mapping[str, Place]) -> list[str]:
-    """Keys whose layer is not known."""
+    """List keys whose layer is not known."""
     return [key for key in raw if _squashed(_split(key)[0]) not in places]
 
 
 def _wrong(raw: Mapping[str, Tensor], lost: list[str], why: str, pipe: Any) -> str:
     """Say what is wrong with a file some of whose keys are not known. why: the error of diffusers'
-    converter, where it failed."""
+    converter, if it failed."""
     first, some = printable(lost[0], 80), len(lost) < len(raw)
     if odd := [key for key in lost if not _split(key)[0]]:
         return f"holds {printable(odd[0], 80)}, which is no LoRA (modules_to_save?): {ONLY}"
@@ -251,7 +253,7 @@ def _check_places(
     path: str | Path,
     pipe: Any,
 ) -> None:
-    """ValueError where layers of a file have no adapter here, with the setting that gives it."""
+    """ValueError if layers of a file have no adapter here; it names the setting that adds one."""
     places = list(found)
     for part in (part for part, _ in places if part not in parts.modules):
         known = text_encoders(pipe) if part.startswith(TEXT) else lora.SLOTS

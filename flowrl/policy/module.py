@@ -21,10 +21,10 @@ KINDS = {"flow": "flow", "eps": "epsilon", "epsilon": "epsilon", "x0": "sample",
 class ModulePolicy(Policy):
     """f(x (n, *L), t (n,) = sigma, cond (n, ...)) -> prediction (n, *L), in flow coordinates.
 
-    kind: what f predicts: "flow" v = eps - x0, "eps" the noise, "x0" the data. cond: prompts -> (P,
+    kind: prediction of f: "flow" v = eps - x0, "eps" the noise, "x0" the data. cond: prompts -> (P,
     ...) tensor; None passes None to f. decode: latents (n, *L) -> media (n, *D) fp32, row by row,
-    differentiable for rewards that are; None: media are the latents themselves. All three get
-    copies, which they may write into, and may use what they return again. Media (n, 3, H, W)
+    differentiable if rewards need it; None: media are the latents themselves. All three functions
+    get copies, which they may change, and may use their returned tensors again. Media (n, 3, H, W)
     and (n, F, 3, H, W) are pictures and videos in [0, 1], all others arrays.
     """
 
@@ -53,12 +53,12 @@ class ModulePolicy(Policy):
         self.cond, self.decoder = cond, decode
 
     def self_check(self, prompts: Sequence[str] | None = None) -> ModuleCheck:
-        """Try what training relies on, see flowrl/policy/check_module.py. prompts: two that cond
+        """Try the conditions of training, see flowrl/policy/check_module.py. prompts: two that cond
         knows."""
         return self_check(self, prompts)
 
     def describe(self) -> str:
-        """Write what is called, in two lines."""
+        """Write in two lines which function is called."""
         name, shape = type(self.modules["module"]).__name__, ", ".join(map(str, self.latent_shape))
         cond = "None" if self.cond is None else "cond(prompts)[rows]"
         lines = [f"{self.coords.prediction} = {name}(x (n, {shape}), t (n,) = sigma, {cond})"]
@@ -75,7 +75,7 @@ class ModulePolicy(Policy):
         assert self.cond is not None
         try:
             value = self.cond(list(prompts))
-        except Exception as error:  # a function of the user's fails in its own way
+        except Exception as error:  # a user's function may raise anything
             shown = ", ".join(f'"{text}"' for text in prompts[:2])
             raise ValueError(
                 f"cond failed on the prompts {shown} ({type(error).__name__}: {error}); it takes a"

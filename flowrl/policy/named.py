@@ -1,5 +1,5 @@
 """Models by names that configs/model does not hold: a factory in a user's file, or an entry point
-of an installed package; and the hints that a pipeline of one's own may need."""
+of an installed package; and the hints that a user's own pipeline may need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def made(name: str) -> Any:
     """Return what "path/to/file.py:factory" or an entry point of the group flowrl.models gives: a
     pipeline, a Policy, or the name of a folder or hub id. Any other name is returned as it is.
 
-    A factory is called without arguments. What fails -> ValueError.
+    A factory is called without arguments. A failure -> ValueError.
     """
     what = f'model "{name}"'
     if not registry.is_outside(GROUP, name):
@@ -30,7 +30,8 @@ def made(name: str) -> Any:
         return str(found)
     if not callable(found):
         raise ValueError(f"{what} is a {type(found).__name__}; it should be a factory or a name")
-    with torch.random.fork_rng():  # what it draws moves no adapter's first values
+    # random numbers of the factory must not change the first values of adapters
+    with torch.random.fork_rng():
         return registry.called(found, what=what)
 
 

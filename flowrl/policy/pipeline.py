@@ -49,7 +49,7 @@ from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 from flowrl.types import expand
 
-LOOKED = 50_000  # prompts at once whose length is looked at
+LOOKED = 50_000  # most prompts whose length is looked at in one call
 
 
 class PipelinePolicy(Policy):
@@ -57,9 +57,8 @@ class PipelinePolicy(Policy):
 
     adapter: options of the LoRA, the file of one, or None to train all weights. kwargs: arguments
     of the pipeline's own call, which hold for the policy's life. example: conditions of one prompt,
-    by which the loop is recorded. parts: what is trained, "denoiser", "text_encoder" or both.
-    encoding: how prompts are encoded. waiting: its networks, where they wait in host memory to be
-    split.
+    for the recording of the loop. parts: names of the trained parts, "denoiser", "text_encoder" or
+    both. encoding: how prompts are encoded. waiting: networks that wait in host memory to be split.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class PipelinePolicy(Policy):
         encoding: Encoding | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        # what is trained, and checks that need no run of the pipeline
+        # find the trained parts, and make checks that need no run of the pipeline
         self.pipe, file = pipe, adapter
         if isinstance(adapter, Path):
             adapter, parts = lora_read.fitting(pipe, denoisers_of(pipe, hints_for(pipe)), adapter)
@@ -85,17 +84,18 @@ class PipelinePolicy(Policy):
                 part.eval().requires_grad_(False)
                 if hasattr(part, "peft_config"):
                     save_merged(part)
-        # record and infer
-        self._schedules: dict[int, Schedule] = {}  # by number of steps
+        # record the loop and infer its call
+        self._schedules: dict[int, Schedule] = {}  # number of steps -> schedule
         self._readers: list[Reader] | None = None
         self._looked: set[str] = set()  # prompts whose length was looked at
         runner = Runner(pipe, kwargs, hints_for(pipe), encoding, waiting)
         self.turns = runner.turns
-        # what is drawn here moves no adapter's first values
+        # random numbers drawn here must not change the first values of adapters
         with torch.random.fork_rng(), self.turns.running(pipe):
             self._infer(runner, example)
-        self.turns.summon()  # adapters are made where the weights are
-        # calls to networks that came with adapters, and what they answered then
+        # bring the weights back: adapters are made on the device of their layers
+        self.turns.summon()
+        # record calls to networks that came with adapters, and their outputs before ours are added
         calls = self._calls() if adapter is not None else []
         self.came = list(zip(calls, self._answered(calls), strict=True))
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
@@ -106,7 +106,7 @@ class PipelinePolicy(Policy):
         if text:
             self.encodings = Encodings(self.trainable, text, self._bind)
             self.encodings.check(self.prober.record[:1])
-        # the loop starts from a noisy picture, below sigma 1
+        # whether the loop starts from a noisy picture, below sigma 1
         self.late = self._picture(self.prober.record[0]) is not None
         if isinstance(self.replay, BodyReplay):
             self._check_body(self.replay.why)
@@ -144,8 +144,8 @@ class PipelinePolicy(Policy):
         return [prediction_of(output, runner.streams).float() for output in each]
 
     def untouched(self) -> float | None:
-        """The relative error of networks that came with adapters, once what is trained is off,
-        against what they answered before; None where none came with adapters."""
+        """Return the relative error of networks that came with adapters, without the trained
+        parts, against their outputs before; None if no network came with adapters."""
         if not self.came:
             return None
         with self.view("reference"):
@@ -153,8 +153,8 @@ class PipelinePolicy(Policy):
         return max(map(relative, now, (was for _, was in self.came)))
 
     def _check_body(self, why: str) -> None:
-        """Raise `why`, what could not be inferred, where the self-check of the loop's own body
-        fails as well."""
+        """Raise `why`, the sentence about what could not be inferred, if the self-check of the
+        loop's own body fails as well."""
         try:
             self.self_check()
         except UnreplayableError as error:
@@ -172,7 +172,8 @@ class PipelinePolicy(Policy):
         items = items_of(prompts, conditions)
         for item in items:
             self._check_own(item.conditions)
-        self.prober.runner.conditions_of(items)  # also where each is bound alone
+        # bind takes some prompts one by one, so check here that all have the same conditions
+        self.prober.runner.conditions_of(items)
         with self.turns.running(self.pipe, instead=True):
             cond = self.encodings.new(items) if self.encodings else self._bind(items)
             if self.late:
@@ -186,7 +187,7 @@ class PipelinePolicy(Policy):
 
     def _check_own(self, conditions: Mapping[str, Any]) -> None:
         """ValueError for conditions that the pipeline's call does not take, and for a guidance
-        scale, which is the sampler's."""
+        scale, which belongs to the sampler."""
         if self.encodings:
             check_encoded(conditions)
         parameters = self.prober.runner.parameters
@@ -218,7 +219,7 @@ class PipelinePolicy(Policy):
         return sentences
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """ValueError where the name of a column of prompts looks like a misspelt condition."""
+        """ValueError if the name of a column of prompts looks like a misspelt condition."""
         taken = [name for name in self.prober.runner.parameters if is_own(name)]
         for name in names:
             near = difflib.get_close_matches(name.strip().lower(), taken, 1, cutoff=0.8)
@@ -242,13 +243,13 @@ class PipelinePolicy(Policy):
             try:
                 with torch.random.fork_rng(), self.turns.running(self.pipe, instead=True):
                     self._readers = readers(self.prober)
-            except ValueError as error:  # a cut may take marks of pictures away
+            # a cut may remove the marks that stand for pictures in a text
+            except ValueError as error:
                 logger.warning(f"how much is read of a long prompt is not known: {error}")
         return self._readers
 
     def _picture(self, item: PromptItem) -> Tensor | None:
-        """Return x0 (*L) of the picture that the loop starts from; None where it starts from
-        noise."""
+        """Return x0 (*L) of the picture that the loop starts from; None if it starts from noise."""
         sigma = self.schedule(self.steps).sigmas[0]
         mean = self.prober.start(item, self.steps).mean
         if mean is None or not self.prober.runner.single or sigma > 1 - 1e-3:
@@ -282,14 +283,15 @@ class PipelinePolicy(Policy):
         return embedded(self.replay, cond)
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
-        if self.encodings and not isinstance(self.replay, BodyReplay):  # that encodes by itself
+        # a BodyReplay encodes the prompts itself
+        if self.encodings and not isinstance(self.replay, BodyReplay):
             request = self.encodings.request(request)
         prediction, network_rows = self.replay.predict(self.modules, request)
         return self.coords.velocity(prediction, request.x, request.sigma), network_rows
 
     def _combine(self, which: int, outs: list[Tensor], request: Request) -> Tensor:
-        """Combine real outputs by the pipeline's own loop body, once for each sigma, since a loop
-        has one time for all its rows."""
+        """Combine real outputs by the pipeline's own loop body, once for each sigma: a loop has one
+        time for all its rows."""
         x, sigma, cond, rows = request.x, request.sigma, request.cond, request.rows
         levels = sigma.unique()
         if len(levels) == 1:
@@ -304,15 +306,15 @@ class PipelinePolicy(Policy):
         return mixed
 
     def _steps_with(self, sigma: float) -> int:
-        """The number of steps of the schedule that holds sigma, as guidance may follow the step."""
+        """Count the steps of the schedule that holds sigma: guidance may follow the step."""
         for steps, known in reversed(self._schedules.items()):
             if (known.sigmas - sigma).abs().min() < 2e-7:
                 return max(steps, 3)
         return self.steps
 
     def _answers(self, which: int, outs: list[Tensor]) -> dict[tuple[str, int], Tensor]:
-        """Arrange raw outputs of a regime's branches as its networks give them: (component, n-th
-        call) -> (blocks, n, repeats, ...)."""
+        """Arrange raw outputs of a regime's branches in the order in which its networks give them:
+        (component, n-th call) -> (blocks, n, repeats, ...)."""
         left = list(outs)
         answers: dict[tuple[str, int], Tensor] = {}
         for plan in self.replay.regimes[which].calls:
@@ -337,18 +339,19 @@ class PipelinePolicy(Policy):
             return self.decoder(self.clean(x, sigma), *own)
 
     def narrow_decoder(self) -> None:
-        """Run the VAE in the networks' own type, as diffusers does: half its memory. Not in fp16
-        where its config says that it overflows (force_upcast)."""
+        """Run the VAE in the networks' own type, as diffusers does: it takes half the memory. It
+        stays wider than fp16 if its config says that it overflows (force_upcast)."""
         vae = getattr(self.pipe, "vae", None)
         config = getattr(vae, "config", {})
         if vae is None:
             return
         upcast = self.dtype == torch.float16 and config.get("force_upcast")
         own = torch.float32 if upcast else self.dtype
-        for kind in (self.dtype, own):  # the weights that the pipeline would have
+        # two casts, because the pipeline's own weights were rounded to the networks' type first
+        for kind in (self.dtype, own):
             nn.Module.to(vae, kind)
         if isinstance(self.decoder, Decoder):
-            self.decoder.dtype = own  # pipelines bring latents into their VAE's type first
+            self.decoder.dtype = own  # pipelines convert latents to their VAE's type before the map
             round_alike(self.decoder, self.prober, self.steps)
 
     def tile_decoder(self) -> None:
@@ -370,15 +373,15 @@ class PipelinePolicy(Policy):
         conditions: Sequence[Mapping[str, Any]] | None = None,
     ) -> Tensor:
         """Compute the velocity (P, *L) by the pipeline's own loop body, row i of x with prompts[i]
-        and its conditions, one sigma for all: slow, to compare the replay with."""
+        and its conditions, one sigma for all: slow, but the replay can be compared with it."""
         s = torch.as_tensor(sigma, dtype=torch.float64).reshape(()).cpu()
         items = items_of(prompts, conditions)
         prediction = reenter(self.prober, self.coords, self.steps, x, s, items)
         return self.coords.velocity(prediction, x, s)
 
     def self_check(self) -> SelfCheck:
-        """Compare the replay with the pipeline itself; the first comparison that fails is named in
-        an UnreplayableError."""
+        """Compare the replay with the pipeline itself; an UnreplayableError names the first
+        comparison that fails."""
         try:
             return self_check(self)
         except Exception as error:
@@ -395,7 +398,7 @@ class PipelinePolicy(Policy):
         return describe(self.replay, why)
 
     def save_lora(self, folder: str | Path) -> Path:
-        # whether the pipeline's own LoRA files have a place for all that is trained
+        # use diffusers' format only if the pipeline's LoRA files have a place for all trained parts
         text = self.trainable.modules.keys() - self.networks.keys()
         if not hasattr(self.pipe, "save_lora_weights") or not text <= lora.placed_in(self.pipe):
             return super().save_lora(folder)

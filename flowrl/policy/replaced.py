@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-LOCK = threading.RLock()  # one recording at a time
+LOCK = threading.RLock()  # lets one thread record at a time
 
 
 def replaced(owner: Any, **values: Any) -> AbstractContextManager[Any]:

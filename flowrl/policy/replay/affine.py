@@ -38,12 +38,12 @@ def patterns(rows: int, shape: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) -> Affine:
-    """Infer the map from its outputs for each of `patterns(rows, shape)`. Raises UnreplayableError
-    naming `what`."""
+    """Infer the map from its outputs for each of `patterns(rows, shape)`. UnreplayableError, which
+    names `what`."""
     out = {k: v.detach().double().cpu() for k, v in out.items()}
     if any(v.shape != out["zero"].shape for v in out.values()):
         raise UnreplayableError(f"{what}: its shape depends on the latents' values")
-    # what each element of out holds of the input: 0 where it does not depend on it
+    # slope of each element of out in the input: 0 where it does not depend on the input
     slope, numel = out["one"] - out["zero"], torch.Size(shape).numel()
     on = slope.abs() > 1e-6 * slope.abs().max().clamp(min=1e-30)
     if not on.any() or not slope.isfinite().all():
@@ -58,7 +58,7 @@ def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) 
     index, on, slope = (t.reshape(blocks, rows, -1) for t in (index, on, slope))
     _check_rows_alike(index, on, slope, numel, what)
     index, scale = torch.where(on, index, 0)[0, 0], torch.where(on, slope, 0.0)[0, 0]
-    # the map that was read off must also hold for noise
+    # a map that was read off the patterns must also hold for noise
     x = patterns(rows, shape)["noise"].double().reshape(rows, -1)
     expected, got = scale * x[:, index], read["noise"].reshape(blocks, rows, -1) * slope
     if (expected - got).abs().max() > 2e-2 * expected.abs().max():  # bf16 pipelines round to 2^-9
@@ -85,7 +85,7 @@ def _check_rows_alike(index: Tensor, on: Tensor, slope: Tensor, numel: int, what
 
 
 def layout(row: Tensor, on: Tensor, rows: int, what: str) -> tuple[int, int]:
-    """Find (blocks, repeats) of the leading axis, from the row number that each element holds."""
+    """Find (blocks, repeats) of the leading axis from the row number in each element."""
     lead = row.shape[0]
     owner = torch.where(on, row, -1).reshape(lead, -1).amax(1)
     each = owner.reshape(-1, *[1] * (row.ndim - 1))

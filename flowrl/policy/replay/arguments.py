@@ -14,7 +14,7 @@ from flowrl.policy.replay.items import PromptItem
 from flowrl.types import expand
 
 Path = tuple[Any, ...]  # keys and positions that lead to an argument
-SCALE = object()  # before a path: which latents the argument there reads
+SCALE = object()  # mark before a path: the value holds which latents the argument there reads
 
 
 @dataclass
@@ -25,12 +25,12 @@ class Affine:
     of shape `shape` that follow one another.
     """
 
-    blocks: int  # copies of the batch, one for each branch of guidance
-    repeats: int  # entries in which each row lies, one after the other
-    shape: tuple[int, ...]  # of one entry of out
-    index: Tensor | None  # (D,) into the flattened input row; None: the input row as it is
-    scale: Tensor  # (D,) fp64, 0 where out does not depend on the input; () where it is one number
-    const: Tensor | None  # (blocks, rows, D) of the recorded run; None: zero
+    blocks: int  # number of copies of the batch, one for each branch of guidance
+    repeats: int  # number of entries in which each row lies, one after the other
+    shape: tuple[int, ...]  # shape of one entry of out
+    index: Tensor | None  # (D,) places in the flattened input row; None: the input row itself
+    scale: Tensor  # (D,) fp64, 0 where out does not depend on the input; () if it is one number
+    const: Tensor | None  # (blocks, rows, D) constants of the recorded run; None: zero
 
     def __call__(
         self,
@@ -41,8 +41,8 @@ class Affine:
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """Compute one block: x (n, *L) fp32 -> (n * repeats, *shape). const and scale (n, D)
-        replace the recorded ones; factor (n, 1) or () multiplies the scale. dtype: what x, and the
-        result of each operation, is rounded to, as in a loop of low precision."""
+        replace the recorded ones; factor (n, 1) or () multiplies the scale. dtype: type to which x
+        and the result of each operation are rounded, as in a loop of low precision."""
         y = x.reshape(x.shape[0], -1).to(dtype).to(x.dtype)
         if self.index is not None:
             y = y.index_select(1, self.index.to(x.device))
@@ -76,27 +76,29 @@ class Affine:
 
 @dataclass
 class CallPlan:
-    """How one denoiser call is made: what each of its arguments follows, and what its output is."""
+    """The plan of one denoiser call: what each of its arguments follows, and its output."""
 
     module: str  # name of the component that is called
-    blocks: int  # copies of the batch in this call
+    blocks: int  # number of copies of the batch in this call
     slots: list[Slot]  # arguments that hold latents
     times: list[Time]  # arguments that follow the time
     rows: list[Rows]  # arguments that belong to a prompt
-    shared: dict[Path, Any]  # all others, the same for all rows and times
-    out: Affine | None  # from a row of output to one of latents; None: only the pipeline can tell
-    streams: int = 1  # how many of the network's outputs are predictions
+    shared: dict[Path, Any]  # arguments that are the same for all rows and times
+    # map from a row of output to one of latents; None: only the pipeline can tell
+    out: Affine | None
+    streams: int = 1  # number of the network's outputs that are predictions
 
     def arguments(
         self, fixed: dict[Path, Any], x: Tensor, sigma: Tensor, time: Tensor, blocks: int
     ) -> dict[Path, Any]:
-        """Arguments of one call for `blocks` blocks of the batch, by path.
+        """Make the arguments of one call for `blocks` blocks of the batch, by path.
 
-        fixed: what `Cond.gather` gives. sigma, time: (n,) or () fp64.
+        fixed: the result of `Cond.gather`. sigma, time: (n,) or () fp64.
         """
         flat = dict(fixed)
         for slot in self.slots:
-            constants = flat.get(slot.path) or [None]  # None: one block serves all
+            # without constants, all blocks are equal, and one serves all
+            constants = flat.get(slot.path) or [None]
             scales = flat.pop((SCALE, *slot.path), None) or [None] * len(constants)
             parts = [slot(x, sigma, c, k) for c, k in zip(constants, scales, strict=True)]
             value = torch.cat(parts * (blocks // len(parts)))
@@ -116,7 +118,7 @@ class CallPlan:
         return list(blocks.reshape(count, *shape))
 
     def raw(self, output: Tensor, count: int, rows: int) -> list[Tensor]:
-        """The same as the network gave it: each (rows, repeats, ...), fp32."""
+        """Split it in the network's own layout: each block (rows, repeats, ...), fp32."""
         return list(output.float().reshape(count, rows, -1, *output.shape[1:]))
 
 
@@ -124,14 +126,15 @@ class CallPlan:
 class Slot:
     """An argument that holds latents: map(x') * factor(sigma), where factor is 1 or 1 / r."""
 
-    path: Path  # where in the call it is
-    map: Affine  # from a row of latents to this argument
-    rule: str  # "1", or "1/r" where the network reads input of constant variance
-    dtype: torch.dtype  # of the argument
-    moving: bool = False  # what is added to the latents is c0 + c1 sigma (a picture, noised along)
-    own: bool = False  # which latents are read belongs to the prompt (its mask)
-    is_list: bool = False  # a Python list of tensors, one a row
-    data: float = 1.0  # standard deviation of the network's data, in the rule 1/r
+    path: Path  # place of the argument in the call
+    map: Affine  # map from a row of latents to this argument
+    rule: str  # "1", or "1/r" if the network reads input of constant variance
+    dtype: torch.dtype  # type of the argument
+    # the constant added to the latents is c0 + c1 sigma (a picture, noised along)
+    moving: bool = False
+    own: bool = False  # the prompt decides which latents are read (by its mask)
+    is_list: bool = False  # the argument is a Python list of tensors, one for each row
+    data: float = 1.0  # standard deviation of the network's data, used in the rule 1/r
 
     def factor(self, sigma: Tensor) -> Tensor:
         if self.rule == "1":
@@ -141,8 +144,8 @@ class Slot:
     def __call__(
         self, x: Tensor, sigma: Tensor, constant: Tensor | None, scale: Tensor | None = None
     ) -> Tensor:
-        """Compute one block of the argument, (n * repeats, ...), of x (n, *L). constant: (n, D), or
-        (n, 2, D) where it is moving; scale: (n, D) where it belongs to the prompt."""
+        """Compute one block of the argument, (n * repeats, ...), from x (n, *L). constant: (n, D),
+        or (n, 2, D) if it is moving; scale: (n, D) if it belongs to the prompt."""
         flat = x.flatten(1)
         factor = (
             expand(self.factor(sigma).to(x, non_blocking=True), flat)
@@ -161,14 +164,14 @@ class Time:
     """An argument that follows the model time t or sigma: by a named rule, or elementwise as
     a * t + c or a * sigma + c."""
 
-    path: Path  # where in the call it is
-    rule: str  # a key of RULES, or a text that names t or sigma, for a and c
-    dtype: torch.dtype  # of the argument
-    a: Tensor | None = None  # shaped as one row of the argument; None: a named rule
-    c: Tensor | None = None  # likewise
+    path: Path  # place of the argument in the call
+    rule: str  # key of RULES, or a text that names t or sigma, for a and c
+    dtype: torch.dtype  # type of the argument
+    a: Tensor | None = None  # factor, shaped like one row of the argument; None: a named rule
+    c: Tensor | None = None  # constant of the same shape; None: a named rule
 
     def __call__(self, t: Tensor, sigma: Tensor, like: Tensor) -> Tensor:
-        """Compute the argument, (n, ...) for n rows of like (n, *L), of t and sigma (n,) or ()
+        """Compute the argument, (n, ...) for n rows of like (n, *L), from t and sigma (n,) or ()
         fp64."""
         n, device = like.shape[0], like.device
         if self.a is not None and self.c is not None:
@@ -198,15 +201,15 @@ class Rows:
     """An argument with entries for each prompt, ordered blocks x rows x repeats; kept as (blocks,
     P, repeats, ...)."""
 
-    path: Path  # where in the call it is
-    axis: int  # on which its entries lie
-    blocks: int  # 1, or one for each block of the call
-    repeats: int  # entries of one prompt
-    is_list: bool = False  # a Python list
+    path: Path  # place of the argument in the call
+    axis: int  # axis along which its entries lie
+    blocks: int  # 1, or the number of blocks of the call
+    repeats: int  # number of entries of one prompt
+    is_list: bool = False  # the argument is a Python list
 
     def keep(self, value: Any, rows: int, drop: int) -> Any:
         """Bring a recorded value into the kept form, without the last `drop` rows: (blocks, P,
-        repeats, ...), of a list the entries of each row in each block."""
+        repeats, ...); for a list, the entries of each row in each block."""
         if value is None:
             return None
         if self.is_list:
@@ -229,8 +232,8 @@ class Rows:
 
 
 def _picked(kept: list[list[Any]], rows: Tensor) -> list[Any]:
-    """Entries of these rows. Where all prompts have equal ones, rows are not read, which would wait
-    for the device."""
+    """Return the entries of these rows. If all prompts have equal ones, rows are not read: reading
+    them would make the host wait for the device."""
     if all(_equal(row, kept[0]) for row in kept[1:]):
         return kept[0] * len(rows)
     return [entry for i in rows.tolist() for entry in kept[i]]
@@ -248,10 +251,11 @@ class Group:
     """Prompts that can be rows of one call: their arguments have the same shapes, and they share
     all other arguments."""
 
-    # [regime][call]: arguments of each prompt, of which any rows are gathered
+    # [regime][call]: arguments of each prompt, from which any rows are gathered
     kept: list[list[dict[Path, Any]]]
     shared: list[list[dict[Path, Any]]]  # [regime][call]: the other arguments
-    cache: dict[Any, Any] = field(default_factory=dict)  # what was gathered last, see gather
+    # the newest result of `gather`, which remembers it
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     def gather(
         self, at: tuple[int, int], plan: CallPlan, rows: Tensor, blocks: list[int]
@@ -259,9 +263,10 @@ class Group:
         """Gather arguments of call `plan`, the one at (regime, call), that follow neither x nor
         time.
 
-        They are remembered while the same tensor of rows is given: a sampling loop gathers once.
+        They are remembered while `rows` stays the same tensor: a sampling loop gathers once.
         """
-        version = None if rows.is_inference() else rows._version  # None: it cannot be told
+        # None: inference tensors do not tell whether they changed
+        version = None if rows.is_inference() else rows._version
         seen = self.cache
         if version is None or seen.get("rows") is not rows or seen["version"] != version:
             seen.clear()
@@ -273,7 +278,7 @@ class Group:
                 r.path: r.gather(kept[r.path], rows, blocks) for r in plan.rows
             }
             for slot in plan.slots:
-                if slot.path in kept:  # constants that are added to the latents
+                if slot.path in kept:  # these slots add constants to the latents
                     each = [kept[slot.path][block].index_select(0, rows) for block in blocks]
                     seen[key][slot.path] = each
                 if slot.own:
@@ -286,17 +291,17 @@ class Group:
 
 @dataclass(eq=False)
 class Cond:
-    """P prompts, encoded once: what the networks are given of them."""
+    """P prompts, encoded once: the arguments that they give to the networks."""
 
     items: tuple[PromptItem, ...]  # the P prompts
     groups: list[Group]  # prompts that can share a call
     places: list[tuple[int, int]]  # (group, row in it) of each prompt
-    starts: Tensor | None = None  # (P, *L) x0 of the pictures that late loops start from
-    # (P, 2, D): what is added to latents before decoding, and which are taken
+    starts: Tensor | None = None  # (P, *L) x0 of the pictures from which late loops start
+    # (P, 2, D): constants added to latents before decoding, and scales with which latents are taken
     tails: Tensor | None = None
-    # which weights of trained text encoders made this (policy/text.py)
+    # state of the trained text encoders that made this (policy/text.py)
     weights: tuple[Any, ...] | None = None
-    # the same prompts, by other weights
+    # state of the text encoders -> the same prompts, encoded in that state
     others: dict[tuple[Any, ...], Cond] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -308,14 +313,14 @@ class Cond:
 
     @classmethod
     def of(cls, prompts: Sequence[str], values: dict[Path, Any]) -> Cond:
-        """Prompts for a single call, with these arguments of theirs, each (1, P, ...)."""
+        """Make P prompts for a single call, with these arguments of theirs, each (1, P, ...)."""
         items = tuple(PromptItem(prompt) for prompt in prompts)
         group = Group([[values]], [[{}]])
         return cls(items, [group], [(0, k) for k in range(len(items))])
 
     def split(self, rows: Tensor) -> list[tuple[Group, Tensor | None, Tensor]]:
-        """Sort rows (n,) by group: (the group; which of the rows belong to it, None: all; their
-        rows in the group)."""
+        """Sort rows (n,) by group: (the group; places of its rows, None: all; their rows in the
+        group)."""
         if len(self.groups) == 1:
             return [(self.groups[0], None, rows)]
         places = torch.tensor([self.places[row] for row in rows.tolist()], device=rows.device)
@@ -328,24 +333,24 @@ class Cond:
 
 
 def get(args: Any, path: Path) -> Any:
-    """The argument that a path leads to."""
+    """Return the argument to which a path leads."""
     for key in path:
         args = args[key]
     return args
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """value with fn applied to the tensors in its nested dicts, lists, tuples and records."""
+    """Apply fn to the tensors in nested dicts, lists, tuples and records."""
     return tree_map_only(Tensor, fn, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists, tuples and records."""
+    """Yield the tensors in nested dicts, lists, tuples and records."""
     return (entry for entry in tree_leaves(value) if isinstance(entry, Tensor))
 
 
 def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """{("a", "b"): 1} -> {"a": {"b": 1}}; integer keys make lists."""
+    """Nest values by their paths: {("a", "b"): 1} -> {"a": {"b": 1}}; integer keys make lists."""
     out: dict[str, Any] = {}
     for path, value in flat.items():
         here = out

@@ -1,4 +1,4 @@
-"""Encode prompts for a Replay: stubbed runs show what the networks are given of each prompt."""
+"""Encode prompts for a Replay: stubbed runs show what each prompt gives to the networks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.record import DenoiserCall, RecordedStep
 
 Values = list[list[dict[Path, Any]]]  # [regime][call][path], see Group
-Recorded = list[tuple[RecordedStep, Tensor]]  # of a regime, with their sigmas
+Recorded = list[tuple[RecordedStep, Tensor]]  # iterations of a regime, each with its sigma
 ENCODING = "while prompts and conditions are encoded"
-CHUNK = 64  # prompts that are encoded in one run
+CHUNK = 64  # number of prompts that are encoded in one run
 
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """What one run recorded of its prompts, by regime and call."""
+    """The arguments that one run recorded for its prompts, by regime and call."""
 
-    kept: Values  # what belongs to each prompt
-    shared: Values  # what all of them share
+    kept: Values  # arguments that belong to each prompt
+    shared: Values  # arguments that all of them share
     count: int  # number of prompts
 
     def fits(self, other: Bound) -> bool:
@@ -41,8 +41,8 @@ class Bound:
 def bind(
     prober: Prober, replay: Replay, steps: int, items: Sequence[PromptItem], *, grad: bool = False
 ) -> Cond:
-    """Encode items by stubbed runs with zero latents: CHUNK prompts at a time, or one by one where
-    the pipeline takes one. grad: what the pipeline computes of them keeps its graph."""
+    """Encode items by stubbed runs with zero latents: CHUNK prompts at a time, or one by one if the
+    pipeline takes one. grad: tensors that the pipeline computes from prompts keep their graph."""
     size = 1 if prober.runner.single else CHUNK
     chunks = [items[k : k + size] for k in range(0, len(items), size)]
     parts = [_bind(prober, replay, steps, some, grad=grad) for some in chunks]
@@ -62,7 +62,7 @@ def bind(
 
 
 def _joined(parts: list[Values]) -> Values:
-    """Join what several runs kept of their prompts, as if one run had encoded all."""
+    """Join the values of several runs, as if one run had encoded all prompts."""
     if len(parts) == 1:
         return parts[0]
     return [
@@ -83,7 +83,7 @@ def _cat(values: list[Any]) -> Any:
 
 
 def _shapes(kept: Values) -> list[Any]:
-    """Shapes of one prompt's entries in all that is kept."""
+    """List the shapes of one prompt's entries in all kept values."""
     return [
         [(path, *_shape(value)) for path, value in call.items()]
         for regime in kept
@@ -104,7 +104,7 @@ def _bind(
     zeros = torch.zeros(rows, *replay.shape)
     slots = [slot for plans in replay.regimes for c in plans.calls for slot in c.slots]
     moving = any(slot.moving for slot in slots)
-    last = [float("inf"), *replay.boundaries][-1]  # times of the last regime lie below
+    last = [float("inf"), *replay.boundaries][-1]  # times of the last regime lie below this one
     iterations = prober.run(
         items,
         steps,
@@ -123,7 +123,7 @@ def _bind(
         return Bound([], [], len(items))
     times = torch.stack([it.time for it in iterations])
     sigmas = replay.coords.sigmas_of(prober.runner.pipe.scheduler, times)
-    # the latents of the first one are the pipeline's own
+    # the first iteration starts from the pipeline's own latents
     later = list(zip(iterations, sigmas[:-1], strict=True))[1:]
     ones: list[RecordedStep] = []
     if any(slot.own for slot in slots):
@@ -149,7 +149,7 @@ def _bind(
 def _call(
     replay: Replay, plan: CallPlan, k: int, own: Recorded, sizes: tuple[int, int]
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
-    """Return (what belongs to a prompt, what is shared) of call k in a regime's iterations."""
+    """Return (arguments of each prompt, shared ones) of call k in a regime's iterations."""
     prompts, pad = sizes
     call: DenoiserCall = own[0][0].calls[k]
     values = {r.path: r.keep(get(call.args, r.path), prompts + pad, pad) for r in plan.rows}
@@ -161,7 +161,7 @@ def _call(
 
 
 def _check_size(slot: Slot, size: int) -> None:
-    """ValueError where conditions give the network more, or less, than those that were recorded."""
+    """ValueError if conditions give the network more, or less, than the recorded ones."""
     assert slot.map.const is not None
     recorded = slot.map.const.shape[-1]
     if size != recorded:
@@ -175,7 +175,7 @@ def _check_size(slot: Slot, size: int) -> None:
 def _scale(
     replay: Replay, slot: Slot, k: int, zero: tuple[RecordedStep, Tensor], one: RecordedStep
 ) -> Tensor:
-    """The scale with which an argument of each prompt reads latents: (blocks, rows, D)."""
+    """Find the scale with which each prompt's argument reads latents: (blocks, rows, D)."""
     blocks, repeats = slot.map.blocks, slot.map.repeats
     at, sigma = zero
     with_zero, with_one = (stacked(get(it.calls[k].args, slot.path)).float() for it in (at, one))
@@ -184,7 +184,7 @@ def _scale(
 
 
 def _constant(replay: Replay, slot: Slot, k: int, own: Recorded) -> Tensor:
-    """What is added to the latents: (blocks, rows, D), or (blocks, rows, 2, D) where it moves."""
+    """Find the constant added to latents: (blocks, rows, D); (blocks, rows, 2, D) if it moves."""
     blocks, repeats = slot.map.blocks, slot.map.repeats
 
     def added(it: RecordedStep) -> Tensor:
@@ -202,5 +202,5 @@ def _constant(replay: Replay, slot: Slot, k: int, own: Recorded) -> Tensor:
 
 
 def stacked(value: Any) -> Tensor:
-    """Return a tensor as it is, and a list of tensors, one a row, as one tensor."""
+    """Return a tensor unchanged, and a list of tensors, one for each row, as one tensor."""
     return torch.stack(list(value)) if isinstance(value, list | tuple) else value

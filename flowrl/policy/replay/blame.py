@@ -1,4 +1,4 @@
-"""Explain a library's error inside a pipeline's call: where it was, which of the user's arguments
+"""Explain a library's error inside a pipeline's call: its place, the arguments of the user that
 could matter there, and the library's own words."""
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from flowrl.policy.replay.items import is_picture
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 
-ABOUT_TYPES = r"dtype|scalar type|Input type|should be the same"  # what torch says of them
-SHORTENING = ("strength", "denoising_start", "denoising_end")  # leave out steps of a loop
+# words of torch's messages about types
+ABOUT_TYPES = r"dtype|scalar type|Input type|should be the same"
+# arguments that make a loop leave out steps
+SHORTENING = ("strength", "denoising_start", "denoising_end")
 WAY = "a column of the prompts (or conditions=), or one value for all, model.pipeline.NAME"
 BLIND = (
     f"it has an IP-Adapter and no picture for it: give ip_adapter_image, {WAY}, or take the adapter"
     " out with pipe.unload_ip_adapter()"
 )
-OURS = str(Path(__file__).parents[2])  # the package
+# folder of the package: frames outside it belong to libraries
+OURS = str(Path(__file__).parents[2])
 
 
 @contextlib.contextmanager
@@ -34,7 +37,7 @@ def blaming(
     pipe: Any, given: Mapping[str, Any], doing: str, but: Any = (CallError, UnreplayableError)
 ) -> Iterator[None]:
     """An error inside, other than `but`, becomes a CallError. given: arguments of the call that the
-    user chose; doing: what the call is for, as "while media are decoded"."""
+    user chose; doing: purpose of the call, such as "while media are decoded"."""
     try:
         yield
     except Exception as error:
@@ -79,7 +82,7 @@ def _advice(
     read: Sequence[str],
     values: Mapping[str, Any],
 ) -> str:
-    """Say what the user may do. read: arguments of the method that fails; values: those of the
+    """Say what the user may do. read: arguments of the method that fails; values: arguments of the
     call, with their values."""
     if re.search(ABOUT_TYPES, message) and (types := _types_of(pipe)):
         return f"its networks are of different types ({types}): give them one, as pipe.to(...) does"
@@ -100,8 +103,8 @@ def _advice(
 
 
 def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, Sequence[str]]:
-    """Find where an error was, among the frames below the pipeline's call -> (in words; arguments
-    of the pipeline's method, none in the call itself)."""
+    """Find the place of an error, among the frames below the pipeline's call -> (in words;
+    arguments of the pipeline's method, none in the call itself)."""
     theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(OURS)]
     names = {id(part): name for name, part in pipe.components.items() if part is not None}
     found = (names.get(id(frame.f_locals.get("self"))) for frame in theirs)
@@ -111,19 +114,19 @@ def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, Sequence[str]]:
         return part or (theirs[0].f_code.co_name if theirs else "its loop"), ()
     read = method.co_varnames[1 : method.co_argcount + method.co_kwonlyargcount]
     where = f"{method.co_name} ({part})" if part else method.co_name
-    return where, read  # empty for a property, which reads what the call has set
+    return where, read  # a property has no arguments: it reads attributes that the call has set
 
 
 def _blind(pipe: Any, given: Mapping[str, Any]) -> bool:
-    """Whether the pipeline has an IP-Adapter, and nothing for it to see."""
+    """Whether the pipeline has an IP-Adapter, but no picture for it."""
     networks = (part for part in pipe.components.values() if isinstance(part, nn.Module))
     has = any("IPAdapter" in type(m).__name__ for network in networks for m in network.modules())
     return has and not any(name.startswith("ip_adapter_image") for name in given)
 
 
 def _types_of(pipe: Any) -> str:
-    """Name the floating-point types of each network but the VAE, which may have another; "" where
-    all have the same."""
+    """Name the floating-point types of each network but the VAE, which may have another; "" if all
+    have the same."""
     found = {
         name: sorted({str(p.dtype)[6:] for p in part.parameters() if p.is_floating_point()})
         for name, part in pipe.components.items()

@@ -1,8 +1,8 @@
 """The last resort: a pipeline's own loop body, entered anew in every call.
 
-For loops that call networks or do sums between scheduler and denoiser (ControlNet) in a way that no
-recorded call can stand for. It is slower, since the pipeline begins from its prompts each time, one
-noise level at a time; and guidance is the pipeline's own.
+It serves loops that call networks or compute between scheduler and denoiser (ControlNet) in a way
+that no recorded call can express. It is slower, since the pipeline begins from its prompts each
+time, one noise level at a time; and guidance is the pipeline's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BodyReplay(Replay):
 
     prober: Prober = field(kw_only=True)  # runs the pipeline
     why: str = field(kw_only=True)  # a sentence that says what could not be inferred
-    branches: int = field(kw_only=True)  # network rows that a state costs
+    branches: int = field(kw_only=True)  # number of network rows that a state costs
 
     def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
         self.check(request.guidance)
@@ -50,7 +50,7 @@ class BodyReplay(Replay):
         return made, len(items) * self.branches
 
     def check(self, guidance: float | str) -> None:
-        """ValueError for another guidance than the pipeline's own."""
+        """ValueError if the guidance is not the pipeline's own."""
         if guidance == "pipeline" or (guidance in ("none", 1) and self.branches == 1):
             return
         raise ValueError(
@@ -63,7 +63,7 @@ class BodyReplay(Replay):
 def body_replay(prober: Prober, coords: Coords, why: str) -> tuple[Replay, int]:
     """Return a BodyReplay, and the number of steps with which the pipeline is called.
 
-    why: what could not be inferred."""
+    why: a sentence about what could not be inferred."""
     x = torch.zeros(prober.count + len(prober.runner.pad), *prober.shape)
     iterations = prober.run(prober.rows(prober.count), STEPS, latents=always(x))
     prober.begin = place_of(prober.runner.pipe.scheduler, iterations[0].time)

@@ -1,4 +1,4 @@
-"""What happens when a pipeline is asked for a velocity: its inferred call is replayed.
+"""Replay a pipeline's inferred call to compute its velocity.
 
 A `Replay` holds, for each regime (a set of networks used at some noise levels), the denoiser calls
 of one iteration of the pipeline's loop and how guidance combines their outputs. It is a plain
@@ -22,16 +22,16 @@ from flowrl.policy.replay.record import prediction_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Where velocities are wanted, and with which guidance (see Policy.velocity)."""
+    """The states whose velocities are wanted, and the guidance (see Policy.velocity)."""
 
     x: Tensor  # (n, *L) fp32, flow coordinates
     sigma: Tensor  # (n,) fp64, or () on the CPU: the same for all rows
     cond: Cond  # the encoded prompts
     rows: Tensor  # (n,) int64, rows of cond, on x's device
-    group: Group | None = None  # the group of cond that all rows belong to; None: not known yet
+    group: Group | None = None  # group of cond to which all rows belong; None: not known yet
     local: Tensor | None = None  # (n,) int64, rows of the group
-    guidance: float | str = "pipeline"  # as recorded, "none", or a number
-    detach_uncond: bool = False  # whether no gradient passes through the unconditional branch
+    guidance: float | str = "pipeline"  # "pipeline" (the recorded one), "none", or a number
+    detach_uncond: bool = False  # no gradient passes through the unconditional branch
 
     def take(self, at: Tensor) -> Request:
         """This request for the rows `at` only."""
@@ -46,14 +46,15 @@ class Request:
 
 
 class LastRows:
-    """Rows of prompts as they were put on a device last: equal CPU rows get the same tensor again,
-    so that what is gathered by them is gathered once."""
+    """Rows of prompts that were put on a device last: equal CPU rows get the same tensor again, so
+    that arguments for them are gathered once."""
 
     def __init__(self) -> None:
-        self.known: tuple[Tensor, Tensor] | None = None  # on the CPU, on the device
+        # (rows on the CPU, the same rows on the device)
+        self.known: tuple[Tensor, Tensor] | None = None
 
     def on(self, device: torch.device, rows: Tensor) -> Tensor:
-        """rows (n,) on this device."""
+        """Put rows (n,) on this device."""
         if rows.device.type != "cpu":
             return rows
         known = self.known
@@ -67,14 +68,14 @@ class Replay:
     """The inferred body of a pipeline's loop."""
 
     regimes: list[Regime]  # sets of networks, from high noise to low
-    # model times: regime i runs from boundaries[i] up, the last one below all
+    # model times: regime i runs from boundaries[i] up, the last regime below all boundaries
     boundaries: list[float]
-    coords: Coords  # of the pipeline's scheduler
-    shape: tuple[int, ...]  # of one row of latents
-    pipeline: str  # name of its class
-    alone: bool = False  # networks get one row at a time: the pipeline takes no more
+    coords: Coords  # flow coordinates of the pipeline's scheduler
+    shape: tuple[int, ...]  # shape of one row of latents
+    pipeline: str  # class name of the pipeline
+    alone: bool = False  # networks get one row at a time, because the pipeline takes no more
     apart: bool = False  # calls of one network are never joined to one
-    # (regime, raw outputs, request) -> prediction, where guidance has no closed form
+    # (regime, raw outputs, request) -> prediction, for guidance without a closed form
     combine: Callable[[int, list[Tensor], Request], Tensor] | None = None
 
     def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
@@ -83,7 +84,8 @@ class Replay:
         if self.alone and len(request.x) > 1:
             single = torch.arange(len(request.x), device=request.rows.device).split(1)
             return together((at, self.predict(modules, request.take(at))) for at in single)
-        if request.group is None:  # rows whose prompts have arguments of other shapes go apart
+        # rows whose prompts have arguments of other shapes need a call of their own
+        if request.group is None:
             parts = request.cond.split(request.rows)
             if len(parts) > 1:
                 return together(
@@ -107,7 +109,7 @@ class Replay:
     def _predict_in(
         self, which: int, modules: Mapping[str, nn.Module], request: Request, time: Tensor
     ) -> tuple[Tensor, int]:
-        """`predict` where all rows belong to regime `which`; time (n,) or () fp64."""
+        """Do the same as `predict` if all rows belong to regime `which`; time (n,) or () fp64."""
         regime, x = self.regimes[which], request.x
         combined = regime.guidance.rule == "pipeline" and (
             request.guidance == "pipeline" or any(plan.out is None for plan in regime.calls)
@@ -125,7 +127,7 @@ class Replay:
         if not combined:
             return regime.guidance(ordered, request.guidance).float(), network_rows
         assert self.combine is not None
-        if request.guidance == "none":  # equal outputs pass any guidance unchanged
+        if request.guidance == "none":  # guidance of equal outputs is the output itself
             ordered *= sum(plan.blocks for plan in regime.calls)
         return self.combine(which, ordered, request), network_rows
 
@@ -146,18 +148,19 @@ class Regime:
     branch is a block of a call, numbered through all calls."""
 
     calls: list[CallPlan]  # in the order of the loop
-    guidance: Guidance  # how the outputs of all branches become one prediction
+    guidance: Guidance  # rule that makes one prediction from the outputs of all branches
 
     def passes(self, request: Request) -> Iterator[tuple[int, list[int], list[int], bool]]:
-        """Yield what runs in one forward: (call, its blocks, their branches, whether with
-        gradient)."""
+        """Yield the passes, each of which runs in one forward: (call, its blocks, their branches,
+        whether with gradient)."""
         grad, cond, first = torch.is_grad_enabled(), self.guidance.cond, 0
         for call, plan in enumerate(self.calls):
             branches = list(range(first, first + plan.blocks))
             groups = [branches]
             if request.guidance == "none":
                 groups = [[cond]] if cond in branches else []
-            elif request.detach_uncond and grad:  # the conditional branch alone has a gradient
+            # the unconditional branches run apart, without a gradient
+            elif request.detach_uncond and grad:
                 groups = [[b for b in branches if b != cond], [b for b in branches if b == cond]]
             for group in filter(None, groups):
                 detached = request.detach_uncond and cond not in group
@@ -179,15 +182,15 @@ class Pass:
 
     plan: CallPlan  # the call
     blocks: list[int]  # numbers of its blocks, each a copy of the batch
-    branches: list[int]  # the branch of guidance that each block is
-    grad: bool  # whether with gradient
-    flat: dict[Path, Any]  # arguments by path
+    branches: list[int]  # branch of guidance that each block computes
+    grad: bool  # whether the forward keeps its graph
+    flat: dict[Path, Any]  # path -> argument
 
 
 def outputs(
     modules: Mapping[str, nn.Module], passes: Iterable[Pass], *, apart: bool
 ) -> Iterator[tuple[Pass, Tensor]]:
-    """Run the network: every pass with the prediction of its rows.
+    """Run the networks: yield every pass with the predictions of its rows.
 
     Some pipelines (Wan) call the network once for each branch of guidance. The rows of a call do
     not depend on each other, or prompts could not share one; so two calls with the same arguments,
@@ -214,7 +217,7 @@ def joined(passes: Iterable[Pass], *, apart: bool) -> list[list[Pass]]:
 
 
 def arguments(passes: list[Pass]) -> dict[Path, Any]:
-    """Arguments by path of one call for all of these passes."""
+    """Join the arguments, by path, into one call for all of these passes."""
     first = passes[0]
     if len(passes) == 1:
         return first.flat
@@ -225,7 +228,7 @@ def arguments(passes: list[Pass]) -> dict[Path, Any]:
 
 
 def _axes(plan: CallPlan) -> dict[Path, int]:
-    """The batch axis of every argument that has one entry a row."""
+    """Find the batch axis of every argument that has one entry for each row."""
     slots, times = ({part.path: 0 for part in parts} for parts in (plan.slots, plan.times))
     return slots | times | {rows.path: rows.axis for rows in plan.rows}
 
@@ -253,15 +256,15 @@ def _fits(a: Pass, b: Pass) -> bool:
 
 
 def _shape(value: Any) -> Any:
-    """What two arguments of one kind have in common; lists hold an entry a row."""
+    """Return the shape that arguments in one call share; lists hold an entry for each row."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     return [_shape(entry) for entry in value] if isinstance(value, list) else type(value)
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether what all rows share is the same; of tensors only where it is told without reading
-    them."""
+    """Whether the values that all rows share are the same; tensors must be one object, because
+    comparing their numbers would read them."""
     found = list(tensors_in(a)), list(tensors_in(b))
     if found[0] or found[1]:
         return a is b

@@ -1,4 +1,4 @@
-"""What a denoiser's arguments change with: the batch, the latents, the time."""
+"""Find out whether a denoiser's arguments change with the batch, the latents or the time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Leaf:
     """One argument of a call, or an entry nested in one."""
 
     path: Path  # keys and positions that lead to it
-    axis: int | None = None  # where the batch lies; None: it has none
-    is_list: bool = False  # a Python list with entries for each row
+    axis: int | None = None  # axis of the batch; None: it has none
+    is_list: bool = False  # it is a Python list with entries for each row
 
 
 def name(path: Path) -> str:
@@ -70,14 +70,14 @@ def differs(a: Any, b: Any) -> bool:
 
 def fit_time(path: Path, values: list[Any], t: Tensor, s: Tensor, batched: bool) -> Time:
     """Find the rule by which an argument follows t (J,) or sigma (J,): a named one, else affine in
-    either, elementwise. values: what it was at these times."""
+    either, elementwise. values: the argument at these times."""
     if not all(isinstance(v, Tensor | int | float) and not isinstance(v, bool) for v in values):
         raise UnreplayableError(
             f"argument {name(path)} changes from step to step and is not a number; it cannot be"
             " replayed at other times"
         )
     stack = torch.stack([torch.as_tensor(v).detach().cpu() for v in values])
-    # integer times: networks embed floats alike
+    # fp32 for integer times: networks embed floats in the same way
     dtype = stack.dtype if stack.is_floating_point() else torch.float32
     row = stack.double()[:, 0] if batched and stack.ndim > 1 else stack.double()
     found = _named_rule(path, stack, t, s, dtype) or _affine_rule(path, row, t, s, dtype)
@@ -101,7 +101,7 @@ def _named_rule(path: Path, stack: Tensor, t: Tensor, s: Tensor, dtype: torch.dt
         gap = (flat[:, 0] - expected).abs() / expected.abs().clamp(min=1e-3)
         if bool((gap <= exact).all()):
             off[rule] = gap.max().item()
-    # networks turn a time's last digits into angles: of rules that agree, the exact one
+    # networks turn a time's last digits into angles, so take the most exact of the rules that agree
     return Time(path, min(off, key=off.__getitem__), dtype) if off else None
 
 
@@ -116,5 +116,5 @@ def _affine_rule(path: Path, row: Tensor, t: Tensor, s: Tensor, dtype: torch.dty
         off = (a * w + c - row).abs().max()
         if off <= 4 * exact * row.abs().max():
             found.append((off.item(), Time(path, f"a * {label} + c", dtype, a, c)))
-    # whole times are rounded noise levels: of two that agree, the exact one
+    # whole times are rounded noise levels, so take the more exact of the two rules
     return min(found, key=lambda rule: rule[0])[1] if found else None

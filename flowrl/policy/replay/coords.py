@@ -26,8 +26,8 @@ class Schedule:
     """Noise levels of one sampling run, from the pipeline's own scheduler."""
 
     sigmas: Tensor  # (T+1,) fp64, descending, in [0, 1]
-    times: Tensor  # (T,) fp64: the exact model time of sigmas[:-1]
-    start: float = 1.0  # noise * start is x at sigmas[0]
+    times: Tensor  # (T,) fp64, exact model times of sigmas[:-1]
+    start: float = 1.0  # factor from noise to x at sigmas[0]
 
     @property
     def steps(self) -> int:
@@ -35,7 +35,7 @@ class Schedule:
 
 
 def radius(s: Tensor) -> Tensor:
-    """sqrt((1-s)^2 + s^2): norm of (a, b) in flow coordinates."""
+    """Compute sqrt((1-s)^2 + s^2), the norm of (a, b) in flow coordinates."""
     return torch.sqrt((1 - s) ** 2 + s**2)
 
 
@@ -46,11 +46,11 @@ class TimeMap:
     """
 
     def __init__(self, sigma: Tensor, time: Tensor) -> None:
-        """The curve: sigma (K,) ascending, time (K,)."""
+        """Take the knots of the curve: sigma (K,) ascending, time (K,)."""
         self.sigma, self.time = sigma.double().cpu(), time.double().cpu()
-        self.members = torch.empty(2, 0, dtype=torch.float64)  # sigma ascending, time
+        self.members = torch.empty(2, 0, dtype=torch.float64)  # (2, members): sigma ascending, time
         self._placed: dict[torch.device, tuple[Tensor, ...]] = {}
-        self._known: dict[float, float] = {}  # answers of `at`
+        self._known: dict[float, float] = {}  # sigma -> answer of `at`
 
     def add(self, sigma: Tensor, time: Tensor) -> None:
         """Register members of a schedule; those that are known stay as they are."""
@@ -74,19 +74,19 @@ class TimeMap:
 
     @staticmethod
     def _between(sigma: Tensor, knots: Tensor, times: Tensor) -> Tensor:
-        """Linear interpolation of times at knots."""
+        """Interpolate linearly between the times at knots."""
         right = torch.searchsorted(knots, sigma).clamp(1, knots.numel() - 1)
         s0, s1, t0, t1 = knots[right - 1], knots[right], times[right - 1], times[right]
         return t0 + ((sigma - s0) / (s1 - s0)).clamp(0, 1) * (t1 - t0)
 
     def at(self, sigma: float) -> float:
-        """Model time of one number, without touching a device."""
+        """Return the model time of one sigma, without the use of a device."""
         if sigma not in self._known:
             self._known[sigma] = self(torch.tensor([sigma], dtype=torch.float64)).item()
         return self._known[sigma]
 
     def whole(self, sigma: float) -> float:
-        """The sigma near this one whose model time is a whole number."""
+        """Find the sigma near this one whose model time is a whole number."""
         time = round(self.at(sigma))
         order = self.time.argsort()
         right = int(torch.searchsorted(self.time[order], time).clamp(1, len(order) - 1))
@@ -95,7 +95,7 @@ class TimeMap:
         return (s0 + (s1 - s0) * (time - t0) / (t1 - t0)).item()
 
     def __call__(self, sigma: Tensor) -> Tensor:
-        """Model time fp64 of sigma, any shape, on sigma's device."""
+        """Return the model times fp64 of sigma, any shape, on sigma's device."""
         if sigma.ndim == 0 and sigma.device.type == "cpu":
             return torch.tensor(self.at(sigma.item()), dtype=torch.float64)
         if sigma.device not in self._placed:
@@ -116,8 +116,7 @@ class TimeMap:
 
 
 FLOWS = ("flow", "rising")
-# (kind, prediction) that are tried, in this order, where a scheduler's config says otherwise than
-# its step does
+# (kind, prediction) pairs to try, in this order, if a scheduler's step differs from its config
 KNOWN = (
     ("flow", "flow"),
     ("rising", "backward"),
@@ -155,7 +154,7 @@ class Coords:
         self.time = self._curve(scheduler)
 
     def _curve(self, scheduler: Any) -> TimeMap:
-        """Model time by noise level, as the scheduler's training levels say it."""
+        """Make the curve of model times by noise level from the scheduler's training levels."""
         ends = torch.tensor([0.0, 1.0])
         if self.kind == "flow":
             return TimeMap(ends, ends * self._end)
@@ -165,8 +164,8 @@ class Coords:
         return TimeMap(s, torch.arange(s.numel()))
 
     def settle(self, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        """Where the step of a scheduler whose timesteps are set is not the one that its config
-        says, take the first of KNOWN that it is. extra: further arguments of step."""
+        """Take the first of KNOWN that describes the step of a scheduler, whose timesteps are set,
+        if its config does not. extra: further arguments of step."""
         if self._fits(scheduler, extra) is not False:
             return
         stated = self.kind, self.prediction
@@ -177,7 +176,7 @@ class Coords:
         self.kind, self.prediction = stated
 
     def _fits(self, scheduler: Any, extra: Mapping[str, Any]) -> bool | None:
-        """Whether its first-order steps are Euler steps in these coordinates; None where it draws
+        """Whether its first-order steps are Euler steps in these coordinates; None if it draws
         noise or cannot be asked."""
         times = scheduler.timesteps
         levels: Any = getattr(scheduler, "sigmas", None)
@@ -192,7 +191,8 @@ class Coords:
         try:
             sigmas = self.sigmas_of(scheduler, times.double().cpu())
             for j in {0, len(times) // 2}:
-                latents = sample.to(times.device)  # as in a run
+                # latents lie on the timesteps' device in a run, too
+                latents = sample.to(times.device)
                 made = first_order(scheduler, j, prediction.to(times.device), latents, extra)
                 if made is None:
                     return None
@@ -234,18 +234,18 @@ class Coords:
 
     @staticmethod
     def _from_alphas(alphas_cumprod: Tensor) -> Tensor:
-        """Flow sigmas fp64 of a variance-preserving scheduler."""
+        """Compute flow sigmas fp64 of a variance-preserving scheduler."""
         a, b = alphas_cumprod.double().sqrt(), (1 - alphas_cumprod.double()).sqrt()
         return b / (a + b)
 
     def scale(self, s: Tensor) -> Tensor:
-        """a + b: the pipeline's latents are x' * scale(s)."""
+        """Return a + b: the pipeline's latents are x' * scale(s)."""
         if self.kind in FLOWS:
             return torch.ones_like(s)
         return 1 / radius(s) if self.kind == "vp" else 1 / (1 - s)
 
     def level(self, s: Tensor) -> Tensor:
-        """What the scheduler's own `sigmas` say at s, and _from_level back."""
+        """Return the value of the scheduler's own `sigmas` at s; `_from_level` inverts it."""
         if self.kind in FLOWS:
             return s if self.kind == "flow" else 1 - s
         return s / (1 - s)
@@ -256,9 +256,9 @@ class Coords:
         return level / (1 + level)
 
     def start(self, sigma: float, seen: Schedule) -> float:
-        """Factor from standard normal noise to x at sigma, where a run starts. `seen`, any schedule
-        of the pipeline, tells which of the schedulers' rules is its own: in the pipeline's units
-        sqrt(1 + sigma^2) or sigma ("ve"), else the same number for every sigma.
+        """Return the factor from standard normal noise to x at sigma, where a run starts. `seen`,
+        any schedule of the pipeline, tells which of the schedulers' rules is its own: in the
+        pipeline's units sqrt(1 + sigma^2) or sigma ("ve"), else the same number for every sigma.
         """
         s, s0 = torch.tensor(sigma, dtype=torch.float64), seen.sigmas[0]
         for rule in (radius, torch.clone) if self.kind == "ve" else ():
@@ -267,8 +267,8 @@ class Coords:
         return seen.start * (self.scale(s0) / self.scale(s)).item()
 
     def sigmas_of(self, scheduler: Any, times: Tensor) -> Tensor:
-        """(T+1,) fp64 flow sigmas of the run's model times (T,), in the pipeline's order, with the
-        level after the last step."""
+        """Return (T+1,) fp64 flow sigmas of the run's model times (T,), in the pipeline's order,
+        with the level after the last step."""
         sigmas: Any = getattr(scheduler, "sigmas", None)
         whole = isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
         if self.kind in FLOWS or whole:
@@ -279,7 +279,7 @@ class Coords:
         return torch.cat([train[times.long()], self._from_alphas(last)])
 
     def coefficients(self, s: Tensor) -> tuple[Tensor, Tensor]:
-        """(p, q) with v = p * prediction + q * x'. fp64 in, fp64 out."""
+        """Return (p, q) fp64 of s fp64, with v = p * prediction + q * x'."""
         r2 = (1 - s) ** 2 + s**2
         if self.prediction == "epsilon":
             return 1 / (1 - s), -1 / (1 - s)
@@ -291,8 +291,8 @@ class Coords:
         return sign * torch.ones_like(s), torch.zeros_like(s)
 
     def velocity(self, prediction: Tensor, x: Tensor, s: Tensor) -> Tensor:
-        """v = eps_hat - x0_hat of the model's prediction at x (n, *L) flow coordinates; s () or
-        (n,) fp64."""
+        """Compute v = eps_hat - x0_hat from the model's prediction at x (n, *L) flow coordinates; s
+        () or (n,) fp64."""
         if self.prediction == "flow":
             return prediction
         p, q = self.coefficients(s)
@@ -300,7 +300,8 @@ class Coords:
         return expand(p, x) * prediction + expand(q, x) * x
 
 
-LIMITS = ("clip_sample", "thresholding")  # of a step's estimate of the clean latents
+# config fields that bound a step's estimate of the clean latents
+LIMITS = ("clip_sample", "thresholding")
 
 
 GIVEN = ("self", "model_output", "timestep", "sample", "return_dict", "generator", "eta")
@@ -310,11 +311,11 @@ class FirstStep:
     """Keeps a scheduler as it is at the first step of a run, as some loops edit its sigmas."""
 
     def __init__(self) -> None:
-        self.scheduler: Any = None  # a copy, whose step is not recorded
-        self.extra: dict[str, Any] = {}  # further arguments of step, at the last step
+        self.scheduler: Any = None  # a copy whose step is not recorded
+        self.extra: dict[str, Any] = {}  # further arguments of the newest call to step
 
     def __call__(self, given: dict[str, Any]) -> None:
-        """See the arguments of a call to step, as `on_raw` of Runner.run."""
+        """Look at the arguments of a call to step; it is an `on_raw` of Runner.run."""
         if self.scheduler is None:
             self.scheduler = copy.deepcopy(given["self"])
             self.scheduler.__dict__.pop("_recorded_by", None)
@@ -322,13 +323,13 @@ class FirstStep:
 
 
 def place_of(scheduler: Any, time: Tensor) -> int:
-    """Which of the scheduler's timesteps a model time is: loops that start from a picture start
-    late."""
+    """Find the place of a model time among the scheduler's timesteps: loops that start from a
+    picture start late."""
     return int((scheduler.timesteps.double().cpu() - time).abs().argmin())
 
 
 def started(scheduler: Any, at: int = 0) -> Any:
-    """A copy of a scheduler, at one of its steps."""
+    """Copy a scheduler, and put the copy at one of its steps."""
     own = copy.deepcopy(scheduler)
     if hasattr(own, "set_begin_index"):
         own.set_begin_index(at)
@@ -338,8 +339,8 @@ def started(scheduler: Any, at: int = 0) -> Any:
 def first_order(
     scheduler: Any, at: int, prediction: Tensor, sample: Tensor, extra: Mapping[str, Any]
 ) -> Tensor | None:
-    """What a fresh scheduler makes of latents at its step `at`, without its limits; the first step
-    of a multistep solver is first order. None when it draws noise."""
+    """Return the latents that a fresh scheduler makes at its step `at`, without its limits; the
+    first step of a multistep solver is first order. None when it draws noise."""
     made = []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """Latents to media and back: one VAE call between an affine map of latents and one of pixels.
 
 Both maps are read off the pipeline's own tail, so nothing is patched when media are decoded. A tail
-that does otherwise is run itself, a row at a time.
+of another form is run itself, a row at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DECODING = "while media are decoded"
 class Decoder:
     """media = after(vae.decode(before(latents))), clamped to [0, 1].
 
-    latent: shape of one row of latents. own: what `before` adds to the latents belongs to the
-    prompt (a first frame). dtype: in which the pipeline computes `before`.
+    latent: shape of one row of latents. own: the constant that `before` adds to the latents belongs
+    to the prompt (a first frame). dtype: type in which the pipeline computes `before`.
     """
 
     def __init__(
@@ -50,8 +50,9 @@ class Decoder:
     def __call__(
         self, x: Tensor, cond: Cond | None = None, rows: Tensor | None = None, chunk: int = 16
     ) -> Tensor:
-        """Pipeline latents (n, *L) fp32 -> media (n, ...) fp32 in [0, 1]; differentiable; `chunk`
-        rows at a time. cond, rows (n,): whose latents they are, for a decoder that is `own`."""
+        """Decode pipeline latents (n, *L) fp32 -> media (n, ...) fp32 in [0, 1], differentiably,
+        `chunk` rows at a time. cond, rows (n,): the prompts of the rows, for a decoder that is
+        `own`."""
         media = []
         for k in range(0, len(x), chunk):
             part = x[k : k + chunk]
@@ -65,8 +66,8 @@ class Decoder:
         return torch.cat(media)
 
     def encode(self, media: Tensor, chunk: int = 16) -> Tensor:
-        """Both maps inverted around vae.encode: media (n, ...) fp32 in [0, 1] -> pipeline latents
-        (n, *L) fp32 of the posterior's mode."""
+        """Invert both maps around vae.encode: media (n, ...) fp32 in [0, 1] -> pipeline latents (n,
+        *L) fp32 of the posterior's mode."""
         if not self.before.invertible(torch.Size(self.latent).numel()):
             raise ValueError(
                 "encode_media: the pipeline's decoding drops entries, so it has no inverse"
@@ -93,8 +94,8 @@ def _constant(part: Affine, like: Tensor) -> Tensor | None:
 
 
 class TailDecoder:
-    """Decode by the pipeline's own tail, where it is no VAE call between affine maps: by a stubbed
-    run for each row, differentiable where the tail is."""
+    """Decode by the pipeline's own tail, if it is not a VAE call between affine maps: by a stubbed
+    run for each row, differentiable if the tail is."""
 
     def __init__(self, prober: Prober, steps: int) -> None:
         self.prober, self.steps = prober, steps
