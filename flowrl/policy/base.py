@@ -157,7 +157,7 @@ class Policy:
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Turn noise (n, *L) into x at sigma, the first of a run, in the way of the pipeline (Stable
+        """Turn noise (n, *L) into x at sigma, the first of a run, as the pipeline does (Stable
         Diffusion starts below sigma 1, with less noise). cond, rows (n,): the prompts of these
         rows, for pipelines that start from a noisy picture."""
         return noise
@@ -269,7 +269,7 @@ class Policy:
 
     def load_lora(self, path: str | Path) -> None:
         """Load a LoRA (a folder or file), whoever trained it, into "default", so that it has the
-        same effect as there. A LoRA that changes anything beside our adapters' layers is refused."""
+        same effect as there. A LoRA that changes other things than our adapters do is refused."""
         self.trainable.needs_lora()
         pipe = getattr(self, "pipe", None)
         self.trainable.load("default", lora_read.read(self.trainable, path, pipe))

@@ -1,8 +1,8 @@
-"""Trained text encoders (TexForce, arXiv:2311.15657): the weights in use encode the prompts.
+"""Trained text encoders (TexForce, arXiv:2311.15657): the current weights encode the prompts.
 
-What a prompt becomes changes with the weights of its encoder, with the view that is computed with,
-and needs a gradient in a loss. So a policy whose text encoders are trained keeps no encoding longer
-than the weights that made it; the unconditional branch, which is a prompt as well, moves along.
+The encoding of a prompt changes with the weights of its encoder and with the active view, and needs
+a gradient in a loss. So a policy whose text encoders are trained keeps no encoding longer than the
+weights that made it; the unconditional branch, which is a prompt as well, changes with them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from flowrl.policy.replay.record import Encoding
 from flowrl.policy.weights.lora import placed_in
 from flowrl.policy.weights.parts import TEXT, TrainedParts
 
-KEPT = 3  # encodings of the same prompts by other weights: the old policy, the reference, ...
+KEPT = 3  # most encodings of the same prompts that are kept: by the old policy, the reference, ...
 
-Encode = Callable[[Sequence[PromptItem], bool], Cond]  # (prompts, whether with a gradient)
+# (prompts, whether with a gradient) -> their encoding
+Encode = Callable[[Sequence[PromptItem], bool], Cond]
 
 
 def text_encoders(pipe: Any) -> dict[str, nn.Module]:
-    """The text encoders that are trained: those whose LoRA has a place in the pipeline's own file
-    (of Stable Diffusion 3 the two CLIP models), or all where none has one."""
+    """Find the text encoders to train: those whose LoRA has a place in the pipeline's own file (in
+    Stable Diffusion 3 the two CLIP models), or all if none has one."""
     found = {
         name: part
         for name, part in pipe.components.items()
@@ -45,7 +46,7 @@ def text_encoders(pipe: Any) -> dict[str, nn.Module]:
 
 
 def check_encoded(names: Iterable[str]) -> None:
-    """ValueError for arguments of the call that hold a prompt as it was encoded before."""
+    """ValueError for arguments of the call that hold a prompt which is encoded already."""
     for name in names:
         if "embeds" in name:
             raise ValueError(
@@ -55,7 +56,7 @@ def check_encoded(names: Iterable[str]) -> None:
 
 
 def check_staying(encoding: Encoding) -> None:
-    """ValueError where text encoders that are trained would leave the device."""
+    """ValueError if trained text encoders would leave the device."""
     if encoding.leave:
         raise ValueError(
             "model.encoders=leave is for frozen text encoders, and train.parts trains them: they"
@@ -64,9 +65,9 @@ def check_staying(encoding: Encoding) -> None:
 
 
 class Encodings:
-    """Encodes prompts by the weights in use.
+    """Encodes prompts by the current weights.
 
-    parts: all that is trained; modules: the text encoders among it.
+    parts: all trained weights; modules: the text encoders among them.
     """
 
     def __init__(self, parts: TrainedParts, modules: dict[str, nn.Module], encode: Encode) -> None:
@@ -77,8 +78,8 @@ class Encodings:
         return replace(self.encode(items, False), weights=self._weights())
 
     def request(self, request: Request) -> Request:
-        """Return the request with its prompts encoded by the weights in use: with a gradient where
-        one is taken, else once for as long as these weights stay."""
+        """Return the request with its prompts encoded by the current weights: with a gradient if
+        the caller takes one, else once for as long as these weights stay."""
         cond, weights = request.cond, self._weights()
         if torch.is_grad_enabled() and self.parts.active == "default":
             rows, at = request.rows.unique(return_inverse=True)
@@ -93,7 +94,7 @@ class Encodings:
         return replace(request, cond=cond.others[weights])
 
     def check(self, items: Sequence[PromptItem]) -> None:
-        """UnreplayableError where encodings have no gradient: the pipeline takes it away."""
+        """UnreplayableError if encodings have no gradient, because the pipeline removes it."""
         made = self.encode(items, True)
         kept: list[Tensor] = [t for group in made.groups for t in tensors_in(group.kept)]
         if kept and not any(t.requires_grad for t in kept):
@@ -103,8 +104,8 @@ class Encodings:
             )
 
     def _weights(self) -> tuple[Any, ...]:
-        """A key of the weights in use, which changes with them: where they lie, and how often they
-        were written."""
+        """Make a key of the current weights, which changes with them: where they lie, and how often
+        they were written."""
         view = self.parts.active
         if view == "reference" and self.parts.lora is not None:
             return (view,)

@@ -1,7 +1,7 @@
-"""Refuse networks of a live pipeline with something around them that flowrl cannot work with.
+"""Refuse a live pipeline's networks if they are wrapped in a way that flowrl cannot use.
 
-A policy calls, records and changes the modules themselves. What is wrapped around them would be
-left out or renamed, and what remembers earlier calls would answer a replay otherwise than a loop.
+A policy calls, records and changes the modules themselves. Wrappers around them would be left out
+or renamed, and one that remembers earlier calls would answer a replay differently from a loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
-WRAPPERS = {  # packages of classes that wrap a module or take its place, and what to do
+# prefix of classes that wrap a module or take its place -> what is wrong, and what to do
+WRAPPERS = {
     "torch._dynamo.": "compiled; give the module within (._orig_mod) and use train.compile=blocks",
     "torch.jit.": "compiled by TorchScript; load it as a plain module",
     "torch.nn.parallel.": "wrapped; give the module within (.module): processes share batches",
@@ -22,7 +23,7 @@ WRAPPERS = {  # packages of classes that wrap a module or take its place, and wh
 
 
 def check(networks: Mapping[str, nn.Module], replayed: Collection[str], *, adapted: bool) -> None:
-    """ValueError for the first thing with which networks cannot be trained or replayed. replayed:
+    """ValueError for the first thing that keeps networks from being trained or replayed. replayed:
     names of those in the loop; adapted: they get a LoRA."""
     for name, network in networks.items():
         for path, module in network.named_modules():
@@ -39,7 +40,7 @@ def _odd(module: nn.Module, *, top: bool, adapted: bool) -> Iterator[str]:
             yield f"is {what}"
     if module._compiled_call_impl is not None:
         yield "is compiled in place; load it anew and use train.compile=blocks"
-    hook = getattr(module, "_hf_hook", None)  # accelerate's; some move nothing but inputs
+    hook = getattr(module, "_hf_hook", None)  # accelerate's hook; some kinds move only inputs
     each = getattr(hook, "hooks", [hook])
     moves = any(getattr(own, "offload", hasattr(own, "prev_module_hook")) for own in each)
     theirs = getattr(module, "_diffusers_hook", None)

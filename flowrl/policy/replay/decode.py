@@ -101,7 +101,7 @@ class TailDecoder:
         self.prober, self.steps = prober, steps
 
     def __call__(self, x: Tensor, cond: Cond | None = None, rows: Tensor | None = None) -> Tensor:
-        """Pipeline latents (n, *L) fp32 -> media (n, ...) fp32 in [0, 1]."""
+        """Decode pipeline latents (n, *L) fp32 -> media (n, ...) fp32 in [0, 1]."""
         items = [self.prober.record[0]] * len(x)
         if cond is not None and rows is not None:
             items = [cond.items[row] for row in rows.tolist()]
@@ -114,8 +114,8 @@ class TailDecoder:
 
 
 def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder | TailDecoder:
-    """Infer a decoder by probing the tail of the pipeline: what vae.decode receives for chosen
-    latents, and what becomes of chosen VAE outputs."""
+    """Infer a decoder from the tail of the pipeline: probes show what vae.decode receives for
+    chosen latents, and which media result from chosen VAE outputs."""
     vae = getattr(prober.runner.pipe, "vae", None)
     if vae is None or not hasattr(vae, "decode"):
         raise UnreplayableError(
@@ -149,17 +149,17 @@ def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decod
         decoder.own = not same
         whole = before.scale.ndim == 0 or bool((before.scale != 0).all())
         if decoder.own and not whole and len(scale) == torch.Size(shape).numel():
-            before.index = None  # a mask: latents stay where they are
+            before.index = None  # a mask of the prompt: latents keep their places
     return decoder
 
 
 def round_alike(decoder: Decoder, prober: Prober, steps: int) -> None:
-    """Make the decoder round the latents' statistics as a pipeline of low precision does.
+    """Make the decoder round the latents' statistics in the way of a low-precision pipeline.
 
     There, the deviation and mean of each channel are tensors of low precision, and latents are
-    multiplied by deviations, or divided by their inverses; or all is done in fp32. The way that
-    gives most of the pipeline's own values is taken. One scale for all channels is a number, which
-    is exact.
+    multiplied by deviations, or divided by their inverses; or all is done in fp32. The decoder
+    takes the way that gives most of the pipeline's own values. One scale for all channels is a
+    number, which is exact.
     """
     before, dtype = decoder.before, decoder.dtype
     exact = dtype == torch.float32 or not before.scale.ndim or before.const is None
@@ -181,8 +181,8 @@ def round_alike(decoder: Decoder, prober: Prober, steps: int) -> None:
 
 
 def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[PromptItem]) -> Tensor:
-    """What the pipeline adds to the latents of each prompt before it decodes them, and with which
-    scale it takes them: (P, 2, D) fp32."""
+    """Find the constant that the pipeline adds to the latents of each prompt before it decodes
+    them, and the scale with which it takes them: (P, 2, D) fp32."""
     out = []
     for item in items:
         probe = TailProbe(prober, steps, [item], 1)
@@ -194,13 +194,13 @@ def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[PromptIt
 
 
 def _received(probe: TailProbe, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What vae.decode receives for each of these latents, in fp32; or in the pipeline's own type,
-    where a network of the tail takes no other."""
+    """Return what vae.decode receives for each of these latents, in fp32; or in the pipeline's own
+    type, if a network of the tail takes no other."""
     try:
         return {key: probe.received_for(x, exact=True) for key, x in given.items()}
     except (RuntimeError, ValueError) as error:
         if isinstance(error, UnreplayableError) or ran_out(error):
-            raise  # another type would change nothing
+            raise  # a run in another type would fail in the same way
         return {key: probe.received_for(x) for key, x in given.items()}
 
 
@@ -210,17 +210,17 @@ class TailProbe:
     output."""
 
     prober: Prober  # runs the pipeline
-    steps: int  # of each run
+    steps: int  # number of steps of each run
     items: Sequence[PromptItem]  # prompts of each run
-    rows: int  # with those that fix the text length
-    # what vae.decode was given in the last run, call by call
+    rows: int  # number of rows of each run, with those that fix the text length
+    # inputs of vae.decode in the newest run, call by call
     received: list[Tensor] = field(default_factory=list)
-    image: tuple[int, ...] = ()  # shape of one row of the VAE's output, once it was made
-    noise: Tensor | None = None  # (rows, *image) in [0, 1), in a run to media
+    image: tuple[int, ...] = ()  # shape of one row of the VAE's output; (): it was not made yet
+    noise: Tensor | None = None  # (rows, *image) in [0, 1), the VAE's output in a run to media
 
     def received_for(self, x: Tensor, *, exact: bool = False) -> Tensor:
-        """What vae.decode receives for latents x (rows, *L). exact: in fp32, where the pipeline
-        computes in the type of its latents, so that what it does to them is not rounded."""
+        """Return what vae.decode receives for latents x (rows, *L). exact: in fp32, if the pipeline
+        computes in the type of its latents, so that its operations on them are not rounded."""
         self.noise = None
         self._run(x, exact)
         return torch.cat(self.received)
@@ -277,13 +277,13 @@ class TailProbe:
 
 @contextmanager
 def in_fp32(vae: Any) -> Iterator[None]:
-    """Hold a VAE of one narrow type in fp32: pipelines bring their latents into its type first."""
+    """Hold a VAE of one narrow type in fp32: pipelines convert their latents to its type first."""
     kinds = {p.dtype for p in vae.parameters()} if isinstance(vae, nn.Module) else set()
     kind = kinds.pop() if len(kinds) == 1 else torch.float32
     if kind == torch.float32:
         yield
         return
-    nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns
+    nn.Module.to(vae, torch.float32)  # nn.Module's, because diffusers' own `to` warns
     try:
         yield
     finally:
@@ -297,7 +297,7 @@ def _output(sample: Tensor) -> Any:
 
 
 def decoded(vae: Any, z: Tensor, *args: Any, decode: Any = None, **kwargs: Any) -> Tensor:
-    """Return vae.decode(z), computed row by row where the VAE takes no batch."""
+    """Return vae.decode(z), computed row by row if the VAE takes no batch."""
     decode = decode or vae.decode
     try:
         return decode(z, *args, return_dict=False, **kwargs)[0]
@@ -332,13 +332,15 @@ def tail(
             **kwargs: Any,
         ) -> Any:
             own = partial(type(vae).decode, vae)
-            each = z.split(1) if len(z) == rows else [z]  # a media at a time, to save memory
-            with saved_tensors_hooks(_same, _same):  # not for what the VAE saves
+            # one row's media at a time, to save memory
+            each = z.split(1) if len(z) == rows else [z]
+            # _same: tensors that the VAE saves need no clone
+            with saved_tensors_hooks(_same, _same):
                 out = [decoded(vae, v.to(vae.dtype), *args, decode=own, **kwargs) for v in each]
             out = torch.cat(out)
             return _output(out) if return_dict else (out,)
 
-        # some tails edit their latents in place, after sums whose gradient needs them
+        # clone: some tails edit latents in place after sums whose gradient needs the old values
         with LOCK, replaced(vae, decode=cast), saved_tensors_hooks(Tensor.clone, _same):
             how: dict[str, Any] = {"output_type": "pt", "grad": grad, "doing": DECODING}
             prober.run(group, steps, latents=always(full), **how)
@@ -351,5 +353,5 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _like(prober: Prober, x: Tensor) -> list[Tensor]:
-    """Split x into the runs that its rows take."""
+    """Split x into one part for each run that its rows take."""
     return list(x.split(1)) if prober.runner.single else [x]

@@ -1,4 +1,4 @@
-"""Print a Replay as the Python a person would have written."""
+"""Print a Replay as Python that a person could have written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flowrl.policy.replay.classify import name
 
 
 def describe(replay: Replay, why: str | None = None) -> str:
-    """Source of the inferred call: one branch a regime, one call a network call, then how outputs
-    combine and become a velocity. why: what could not be inferred, where the loop's own body is
-    run."""
+    """Write the inferred call as source: one branch for each regime, one call for each network
+    call, then how outputs combine and become a velocity. why: a sentence about what could not be
+    inferred, if the loop's own body is run."""
     coords = replay.coords
     lines = [
         (
@@ -43,7 +43,7 @@ def describe(replay: Replay, why: str | None = None) -> str:
 
 
 def _conditions(boundaries: list[float]) -> list[str]:
-    """What stands before each regime; "" where there is only one."""
+    """Write the condition before each regime; "" if there is only one."""
     if not boundaries:
         return [""]
     tests = [f"t >= {boundary:g}" for boundary in boundaries]
@@ -60,8 +60,8 @@ def _regime(regime: Regime) -> list[str]:
 
 
 def _call(call: CallPlan, k: int) -> list[str]:
-    """call k of an iteration; cond[k][...] holds what it takes per prompt, constants[k][...] what
-    all rows share."""
+    """Write call k of an iteration; cond[k][...] holds its arguments of each prompt,
+    constants[k][...] those that all rows share."""
     lines = [f"y = {call.module}("]
     for key, value in nest(_arguments(call, k)).items():
         lines += [f"    {line}" for line in f"{key}={_literal(value)},".split("\n")]
@@ -92,7 +92,7 @@ def _repeated(text: str, blocks: int) -> str:
 
 
 def _latents(slot: Slot) -> str:
-    """The latents as an argument takes them."""
+    """Write the latents in the form in which an argument takes them."""
     text, scale = "x / r" if slot.rule == "1/r" else "x", slot.map.scale
     if scale.ndim:
         text = f"scale * {text}"
@@ -105,7 +105,7 @@ def _latents(slot: Slot) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Nested text as a dict or list literal."""
+    """Write nested text as a dict or list literal."""
     if isinstance(value, dict):
         return "{\n" + "".join(f"    {k!r}: {_literal(v)},\n" for k, v in value.items()) + "}"
     return "[" + ", ".join(map(_literal, value)) + "]" if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Make one embedding of each prompt out of what a network is given of it."""
+"""Make one embedding of each prompt from the arguments that it gives to a network."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flowrl.policy.replay.call import Regime, Replay
 
 
 def embedded(replay: Replay, cond: Cond) -> Tensor | None:
-    """Return (P, d) fp32: the widest vector that the conditional branch gets of each prompt, else
-    the mean over tokens of the widest sequence. None where it gets neither, or the loop runs as it
-    is."""
+    """Return (P, d) fp32: the widest vector that the conditional branch gets from each prompt, or
+    else the mean over tokens of the widest sequence. None if it gets neither, or if the loop's own
+    body is run."""
     if not replay.regimes:
         return None
     call, block = conditional(replay.regimes[0])
@@ -37,7 +37,8 @@ def conditional(regime: Regime) -> tuple[int, int]:
 
 def _of_group(kept: dict[Any, Any], block: int) -> Tensor | None:
     """Return (P, d) of the prompts of a group."""
-    found: dict[tuple[bool, int], Tensor] = {}  # (is it a vector, its width)
+    # (is it a vector, its width) -> value of all prompts
+    found: dict[tuple[bool, int], Tensor] = {}
     for path in sorted(kept, key=str):
         value = _rows(kept[path], block)
         if value is not None and value.ndim in (2, 3):
@@ -47,8 +48,8 @@ def _of_group(kept: dict[Any, Any], block: int) -> Tensor | None:
 
 
 def _rows(value: Any, block: int) -> Tensor | None:
-    """Return (P, ...) fp32, the first repeat of a kept argument; None for what is no such
-    tensor."""
+    """Return (P, ...) fp32, the first repeat of a kept argument; None if it is not a tensor of
+    this kind."""
     if isinstance(value, list):
         firsts = [row[0] for row in value[block if len(value) > 1 else 0]]
         if not all(isinstance(one, Tensor) and one.ndim == 2 for one in firsts):

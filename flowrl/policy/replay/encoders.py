@@ -2,8 +2,8 @@
 computed once.
 
 Probing and re-entry run the pipeline from its beginning many times, with the same few prompts; a
-training run encodes the same prompts again. Only what the pipeline reads of an answer is kept (the
-states of one layer, no logits). Answers of text encoders can be kept on disk as well
+training run encodes the same prompts again. Only tensors that the pipeline reads from an answer are
+kept (the states of one layer, no logits). Answers of text encoders can be kept on disk as well
 (replay/prompt_cache.py).
 """
 
@@ -30,10 +30,11 @@ from flowrl.policy.replay.errors import Unknown
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.unread import LOGITS, leaves, mapped, row_axis, unread
 
-LARGEST = 2**29  # bytes of answers that are kept
-KINDS = ("cpu", "cuda")  # of devices, whose autocast changes answers
+LARGEST = 2**29  # most bytes of answers that are kept
+KINDS = ("cpu", "cuda")  # kinds of devices: whether autocast is on for one of them changes answers
 METHODS = ("forward", "encode", "generate")
-FEW_LOGITS = "logits_to_keep"  # argument of language models: for how many of the last tokens
+# argument of language models that says for how many of the last tokens they compute logits
+FEW_LOGITS = "logits_to_keep"
 
 Key = tuple[Any, ...]
 
@@ -42,16 +43,16 @@ Key = tuple[Any, ...]
 class EncoderCall:
     """A call of an encoder, or one row of such a call."""
 
-    network: nn.Module  # which is asked
+    network: nn.Module  # network that is called
     name: str  # "<component>.<method>"
-    real: Callable[..., Any]  # its method, not the one that answers in its place
-    args: tuple  # of the call, or one row of them
-    kwargs: dict[str, Any]  # likewise
-    tokens: bool  # it is a text encoder, and its answer waits in host memory
-    key: Key  # equal for equal calls
+    real: Callable[..., Any]  # the network's own method, not the one that answers in its place
+    args: tuple  # positional arguments of the call, or one row of them
+    kwargs: dict[str, Any]  # keyword arguments of the call, or one row of them
+    tokens: bool  # whether it is a text encoder, whose answer waits in host memory
+    key: Key  # hash of the call, equal for equal calls
 
     def other(self, given: tuple[tuple, dict[str, Any]]) -> EncoderCall:
-        """The same with other arguments; TypeError where one cannot be compared."""
+        """Return this call with other arguments; TypeError if one cannot be compared."""
         return replace(self, args=given[0], kwargs=given[1], key=_key(self.name, *given))
 
     @property
@@ -59,15 +60,15 @@ class EncoderCall:
         return next((t.device for t in tensors_in((self.args, self.kwargs))), None)
 
     def ask(self, only: set[Path] | None, *, logits: bool) -> Any:
-        """Ask the network. only: the tensors whose values are kept (None: all). logits: whether the
-        logits of all tokens are read; else the network computes those of one token."""
+        """Call the network. only: paths of tensors whose values are kept (None: all). logits:
+        whether the logits of all tokens are read; else the network computes those of one token."""
         given, generates = self.kwargs, self.name.endswith(".generate")
         known = () if logits or generates else inspect.signature(self.real).parameters
         few = FEW_LOGITS in known and FEW_LOGITS not in given
         if few:
             given = {**given, FEW_LOGITS: 1}
         devices = [self.device] if self.device is not None and self.device.type == "cuda" else []
-        # what is drawn for a row does not depend on the rows before it
+        # fork: the random numbers of a row must not depend on the rows before it
         with torch.random.fork_rng(devices, enabled=generates):
             answer = _without_caches(self.real(*self.args, **given))
 
@@ -82,37 +83,41 @@ class EncoderCall:
 class Answers:
     """The latest outputs of frozen networks, by the content of their arguments.
 
-    A text encoder of transformers treats the rows of its batch apart, so each row is computed once,
-    and alone, whichever rows are beside it: the last bits of a row depend on how many are computed
-    with it, and a resumed run, which knows no answers yet, would compute others together.
+    A text encoder of transformers treats the rows of its batch separately, so each row is computed
+    once, and alone, whichever rows are beside it: the last bits of a row depend on how many rows
+    are computed with it, and a resumed run, which starts without answers, would compute it beside
+    other rows.
     """
 
     def __init__(self, disk: PromptCache | None = None) -> None:
-        self.disk = disk  # where answers are stored and looked for
-        self.kept: OrderedDict[Key, Any] = OrderedDict()  # on meta: values that are not kept
-        # which tensors of each network's answers the pipeline has read: once it read some, others
-        # are not kept, and the network is asked again where one is read after all
+        self.disk = disk  # where answers are stored and looked for; None: in memory only
+        # call -> answer; tensors whose values are not kept are on the meta device
+        self.kept: OrderedDict[Key, Any] = OrderedDict()
+        # method -> tensors of its answers that the pipeline has read: once it read some, others are
+        # not kept, and the network is called again if one of them is read after all
         self.read: dict[str, set[Path]] = {}
-        self.fresh: dict[Key, EncoderCall] = {}  # whose answers may hold more than is read
-        self.runs = 0  # that are going on, one within another
-        self.paused = False  # in the loop, networks beside the denoiser see other latents each time
-        self.closed = False  # whether a new question is an error, Unknown
-        # a list: what was asked since then, trained networks answering as others
+        # calls whose answers may hold more tensors than are read
+        self.fresh: dict[Key, EncoderCall] = {}
+        self.runs = 0  # number of runs in progress, one within another
+        # no answers from memory: in the loop, networks beside the denoiser see new latents
+        self.paused = False
+        self.closed = False  # whether a call with a new key is an error, Unknown
+        # None, or a list that collects all calls; then trained networks answer from memory, too
         self.heard: list[EncoderCall] | None = None
 
     @property
     def size(self) -> int:
-        """Bytes of all that is kept."""
+        """Count the bytes of all kept answers."""
         return sum(map(_bytes, self.kept.values()))
 
     def __call__(
         self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
         """Return real(*args, **kwargs), or its answer to equal arguments: a copy, since callers
-        edit what they get."""
+        edit their results."""
         try:
             questions = self._questions(name, network, real, args, kwargs)
-        except TypeError:  # an argument that cannot be compared
+        except TypeError:  # an argument cannot be compared
             return real(*args, **kwargs)
         if self.heard is not None:
             self.heard += questions
@@ -125,7 +130,8 @@ class Answers:
             parts = [self._value(question, path) for question in questions]
             axis = row_axis(parts[0])
             if len(parts) > 1 and (axis is None or len({part.shape for part in parts}) > 1):
-                parts = [self._value(questions[0].other((args, kwargs)), path)]  # it has no rows
+                # the answer has no axis of rows: ask for the whole batch
+                parts = [self._value(questions[0].other((args, kwargs)), path)]
             return (
                 torch.cat(parts, axis).to(device) if parts[1:] else parts[0].to(device, copy=True)
             )
@@ -135,7 +141,7 @@ class Answers:
     def _questions(
         self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
     ) -> list[EncoderCall]:
-        """The call as questions: one for each row of tokens, or a single one."""
+        """Split a call into questions: one for each row of tokens, or a single one."""
         given = (args, kwargs)
         rows = _rows(given) if isinstance(network, PreTrainedModel) else 1
         one = EncoderCall(network, name, real, *given, tokens=_has_tokens(given), key=())
@@ -143,7 +149,7 @@ class Answers:
         return [one.other(own) for own in each]
 
     def _answer(self, question: EncoderCall) -> Any:
-        """What is kept of the answer to a question; the network is asked if nothing is."""
+        """Return the kept answer to a question; the network is asked if there is none."""
         key = question.key
         if key not in self.kept:
             stored = self._stored(question)
@@ -151,15 +157,15 @@ class Answers:
             if answer is None:
                 answer = self._asked(question)
                 self.fresh[key] = question
-            else:  # what another pipeline read of it stays in the file
+            else:  # keep in the file what another pipeline read from this answer
                 self.read.setdefault(question.name, set()).update(_held(answer))
             self.kept[key] = answer
         self.kept.move_to_end(key)
         return self.kept[key]
 
     def _stored(self, question: EncoderCall) -> str | None:
-        """The name of the answer on disk; None where it is not stored."""
-        # not the component: pipelines share their encoders
+        """Return the name of the answer on disk; None if it is not stored."""
+        # the name leaves out the component, because pipelines share their encoders
         method, device = question.name.rpartition(".")[2], question.device
         if self.disk is None or device is None or not question.tokens or method == "generate":
             return None
@@ -170,14 +176,15 @@ class Answers:
         if self.closed:
             raise Unknown
         read = self.read.get(question.name)
-        before, self.paused = self.paused, True  # networks that it calls are no questions
+        # paused: networks that the network calls are not asked from memory
+        before, self.paused = self.paused, True
         try:
             return question.ask(read, logits=LOGITS in (read or ()))
         finally:
             self.paused = before
 
     def _value(self, question: EncoderCall, path: Path) -> Tensor:
-        """A tensor of the answer to a question."""
+        """Return a tensor of the answer to a question."""
         old = leaves(self._answer(question))
         if old[path].is_meta:
             answer = mapped(lambda at, t: t if old[at].is_meta else old[at], self._asked(question))
@@ -186,7 +193,7 @@ class Answers:
         return old[path]
 
     def _ended(self) -> None:
-        """After a run, keep what was read, and forget the oldest answers if all are too much."""
+        """After a run, keep tensors that were read, and drop the oldest answers over LARGEST."""
         self.runs -= 1
         if self.runs or not self.fresh:
             return
@@ -208,14 +215,14 @@ class Answers:
 
     @contextlib.contextmanager
     def of(self, networks: dict[str, nn.Module]) -> Iterator[None]:
-        """Inside, `forward` and `encode` of these networks are answered from here."""
+        """Inside, calls to METHODS of these networks are answered from memory."""
         self.runs += 1
         with contextlib.ExitStack() as stack:
             stack.callback(self._ended)
             for name, module in networks.items():
                 trained = any(p.requires_grad for p in module.parameters())
                 if trained and self.heard is None:
-                    continue  # its answers change
+                    continue  # a trained network's answers change
                 for method in METHODS:
                     if hasattr(module, method):
                         stack.enter_context(self._patched(name, module, method))
@@ -224,7 +231,7 @@ class Answers:
     def _patched(self, name: str, module: nn.Module, method: str) -> AbstractContextManager[None]:
         real = getattr(module, method)
 
-        @functools.wraps(real)  # pipelines read its signature
+        @functools.wraps(real)  # wraps, because pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
             if self.paused or _followed((args, kwargs)):
                 return real(*args, **kwargs)
@@ -234,14 +241,14 @@ class Answers:
 
 
 def _followed(given: Any) -> bool:
-    """Whether a gradient passes through the call: what comes from a trained encoder must be
-    computed anew."""
+    """Whether a gradient passes through the call: the output of a trained encoder must be computed
+    anew."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(given))
 
 
 def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> tuple[Any, ...]:
-    """A key that is equal for equal calls; TypeError where an argument cannot be compared. where:
-    stands for the devices of tensors, which processes number otherwise."""
+    """Make a key that is equal for equal calls; TypeError if an argument cannot be compared. where:
+    replaces the devices of tensors, whose numbers differ between processes."""
     entries, structure = tree_flatten((args, dict(sorted(kwargs.items()))))
     cast = [
         (kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)
@@ -250,7 +257,7 @@ def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> t
 
 
 def _content(value: Any, where: str | None) -> Any:
-    """A hashable that is equal for equal values; TypeError where there is none."""
+    """Make a hashable that is equal for equal values; TypeError if there is none."""
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest = hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
@@ -261,8 +268,8 @@ def _content(value: Any, where: str | None) -> Any:
 
 
 def _rows(given: Any) -> int:
-    """The number of rows of a batch of token ids (n, L), if all else in the call has as many rows
-    or is the same for each (pictures); else 1. Without tokens: how many equal rows the call has."""
+    """Count the rows of a batch of token ids (n, L), if all other tensors of the call have as many
+    rows or are the same for each (pictures); else 1. Without tokens: count the equal rows."""
     found, tokens = list(tensors_in(given)), _has_tokens(given)
     counts = [len(t) for t in found if t.ndim and (_is_tokens(t) or not tokens)]
     rows = min(counts, default=1)
@@ -287,7 +294,7 @@ def _has_rows(t: Tensor, rows: int, *, same: bool) -> bool:
 
 
 def _row(given: tuple[tuple, dict], k: int, rows: int) -> tuple[tuple, dict]:
-    """The arguments of row k of a batch."""
+    """Take the arguments of row k of a batch."""
 
     def own(path: Path, t: Tensor) -> Tensor:
         size = len(t) // rows
@@ -297,7 +304,7 @@ def _row(given: tuple[tuple, dict], k: int, rows: int) -> tuple[tuple, dict]:
 
 
 def _held(answer: Any) -> dict[Path, Tensor]:
-    """The tensors of an answer whose values are kept."""
+    """Find the tensors of an answer whose values are kept."""
     return {path: t for path, t in leaves(answer).items() if not t.is_meta}
 
 
@@ -306,7 +313,7 @@ def _bytes(answer: Any) -> int:
 
 
 def _without_caches(answer: Any) -> Any:
-    """An answer without keys and values for a next token, for which a pipeline has no use."""
+    """Drop the keys and values for a next token from an answer; a pipeline does not use them."""
     if not isinstance(answer, dict):
         return answer
     return type(answer)(**{k: v for k, v in answer.items() if not isinstance(v, Cache)})

@@ -9,11 +9,11 @@ class UnreplayableError(ValueError):
 
 
 class Halt(BaseException):
-    """Raised by a callback to leave the loop. Not an Exception: pipelines must not catch it."""
+    """A callback raises it to leave the loop. It is no Exception: pipelines must not catch it."""
 
 
 class Unknown(BaseException):
-    """An encoder was asked something new in a run that was to do without."""
+    """An encoder was called with new arguments in a run that should need only known answers."""
 
 
 class CallError(ValueError):
@@ -21,4 +21,4 @@ class CallError(ValueError):
 
 
 class TooFewSteps(CallError):
-    """The pipeline's loop makes too few of the steps that were asked for."""
+    """The pipeline's loop makes too few of the requested steps."""

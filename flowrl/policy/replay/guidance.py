@@ -16,20 +16,21 @@ from flowrl.policy.replay.errors import UnreplayableError
 
 @dataclass
 class Guidance:
-    """A rule that combines outputs: in their type and in the pipelines' order of operations, so
-    that low precision rounds as it does there.
+    """A rule that combines outputs, in their type and in the pipelines' order of operations, so
+    that low precision rounds in the same way.
 
     "linear": sum of weights * outputs. "entries": the same with a weight for each entry of the
-    latents (frames or channels that are guided otherwise). "norm": linear, rescaled to the
+    latents (some frames or channels have other guidance). "norm": linear, rescaled to the
     conditional output's norm over the last axis (true CFG of Qwen-Image). "pipeline": the pipeline
-    combines (slow).
+    itself combines (slow).
     """
 
     rule: str  # "linear", "norm", "entries" or "pipeline", see above
-    weights: tuple[float, ...]  # of each branch's output; of entries their means
-    total: float  # what equal outputs are multiplied by, +1 or -1
+    # weight of each branch's output; for the rule "entries", mean over the entries
+    weights: tuple[float, ...]
+    total: float  # factor by which equal outputs are multiplied, +1 or -1
     cond: int  # index of the conditional branch
-    entries: Tensor | None = None  # (K, *L) weights of the rule "entries"
+    entries: Tensor | None = None  # (K, *L) weights of the rule "entries"; None: another rule
 
     def __call__(self, outs: list[Tensor], guidance: float | str) -> Tensor:
         """Combine the predictions of the branches, each (n, *L), to one (n, *L)."""
@@ -74,12 +75,12 @@ class Guidance:
             )
 
     def _reweighted(self, g: float) -> tuple[float, ...]:
-        """Weights at guidance scale g; the rule "norm" rescales after them."""
+        """Compute the weights at guidance scale g; the rule "norm" rescales after them."""
         self.check(g)
         return tuple(self.total * (g if k == self.cond else 1 - g) for k in range(2))
 
     def describe(self) -> str:
-        """The rule as Python source."""
+        """Write the rule as Python source."""
         if self.rule == "pipeline":
             return "pipeline_combines(out)"
         if self.rule == "entries":
@@ -93,7 +94,7 @@ def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guida
     """Find the rule by which outputs become predictions.
 
     samples: (outputs of each branch (n, *L), the pipeline's prediction) of several iterations;
-    forced: the rule named by a hint.
+    forced: the rule that a hint names.
     """
     outs = [torch.stack([s[0][k] for s in samples]).double() for k in range(len(samples[0][0]))]
     pred = torch.stack([s[1] for s in samples]).double()
@@ -106,7 +107,7 @@ def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guida
             " be fitted"
         )
     cond = int((weights / total).argmax())
-    # from the fastest rule to the slowest, the first that holds
+    # try the rules from the fastest to the slowest, and take the first that holds
     linear = ((matrix @ weights - pred.flatten()).norm() / pred.norm()).item() < 1e-4
     if linear and forced in (None, "linear"):
         return Guidance("linear", tuple(round(w, 6) for w in weights.tolist()), total, cond)
@@ -129,9 +130,10 @@ def _fit_entries(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | N
     rows = pred.shape[0] * pred.shape[1]
     if count < 2 or rows < count + 2:
         return None
-    matrix = torch.stack([o.reshape(rows, -1) for o in outs], 2).transpose(0, 1)  # (D, rows, K)
+    # shape (D, rows, K)
+    matrix = torch.stack([o.reshape(rows, -1) for o in outs], 2).transpose(0, 1)
     wanted = pred.reshape(rows, -1).T[..., None]
-    weights = torch.linalg.lstsq(matrix, wanted).solution  # (D, K, 1)
+    weights = torch.linalg.lstsq(matrix, wanted).solution  # shape (D, K, 1)
     if ((matrix @ weights - wanted).norm() / wanted.norm()).item() > 1e-4:
         return None
     entries = weights[..., 0].T.reshape(count, *shape)

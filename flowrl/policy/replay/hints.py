@@ -23,9 +23,9 @@ def register(
     """Declare hints for a pipeline class by name.
 
     denoisers: components that are networks (default: those named transformer* or unet*). guidance:
-    the rule that combines outputs. boundary: model time at which the first set of networks gives
-    way to the second. decode: fn(pipe, latents) -> media in [0, 1], differentiable. apart: True
-    where a network mixes the rows of its batch, so that no two prompts may share a call.
+    the rule that combines outputs. boundary: model time at which the second set of networks takes
+    over from the first. decode: fn(pipe, latents) -> media in [0, 1], differentiable. apart: True
+    if a network mixes the rows of its batch, so that no two prompts may share a call.
     """
     given = {
         "denoisers": denoisers,
@@ -40,12 +40,12 @@ def register(
 
 
 def hints_for(pipe: Any) -> dict[str, Any]:
-    """Hints of the pipeline's class or of the nearest base class that has some."""
+    """Return hints of the pipeline's class or of the nearest base class that has some."""
     for cls in type(pipe).__mro__:
         if cls.__name__ in _HINTS:
             return dict(_HINTS[cls.__name__])
     return {}
 
 
-# its rotary embedding takes the positions of the batch's first row for all rows
+# apart: its rotary embedding takes the positions of the batch's first row for all rows
 register("OmniGenPipeline", apart=True)

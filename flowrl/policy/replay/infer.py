@@ -1,4 +1,4 @@
-"""From probing runs to a Replay: what each argument of a denoiser follows, how outputs combine."""
+"""Infer a Replay from probing runs: what each denoiser argument follows, how outputs combine."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from flowrl.policy.replay.outputs import infer_regime
 from flowrl.policy.replay.probe import MANY, Prober, always
 from flowrl.policy.replay.record import RecordedStep, Runner
 
-CURVE = 100  # steps of the run that a curve of model times is read from
+CURVE = 100  # number of steps of the run from which a curve of model times is read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the probing runs showed."""
+    """The observations of the probing runs."""
 
     runs: dict[str, list[RecordedStep]]  # pattern -> iterations of a run with these latents
-    # the same of the record's second item, where prompts are bound one at a time
+    # the same for the record's second item, if prompts are bound one at a time
     other: dict[str, list[RecordedStep]]
     more: list[RecordedStep]  # iterations on zeros, with one row more
     times: Tensor  # (J,) model times of the iterations
     sigmas: Tensor  # (J,) fp64 noise levels of the iterations
-    coords: Coords  # of the pipeline's scheduler
-    rows: int  # of each run, with those that fix the text length
-    alone: bool  # of one row, so that no batch axis shows
-    streams: int  # how many latents an iteration moves
-    shape: tuple[int, ...]  # of one row of latents
+    coords: Coords  # flow coordinates of the pipeline's scheduler
+    rows: int  # number of rows of each run, with those that fix the text length
+    alone: bool  # runs have one row, so that no batch axis shows
+    streams: int  # number of latents that an iteration moves
+    shape: tuple[int, ...]  # shape of one row of latents
 
 
 def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
-    """Infer the Replay of prober's pipeline -> it, and the number of steps at which it was recorded
-    (enough for every regime to be seen twice)."""
+    """Infer the Replay of prober's pipeline -> it, and the number of steps of the recording (enough
+    to see every regime twice)."""
     runner = prober.runner
     zero, segments, steps = _first_runs(prober)
     times = torch.stack([i.time for i in zero])
@@ -79,7 +79,7 @@ def _other(prober: Prober, steps: int) -> dict[str, list[RecordedStep]]:
 
 
 def find_coords(prober: Prober) -> Coords:
-    """Coordinates of the pipeline's scheduler, as its step and its times in a run show them."""
+    """Find the coordinates of the pipeline's scheduler from its step and its times in a run."""
     runner, first = prober.runner, FirstStep()
     coords = Coords(runner.pipe.scheduler)
     iterations = prober.run(prober.rows(prober.count), prober.steps, on_raw=first)
@@ -95,7 +95,7 @@ def find_coords(prober: Prober) -> Coords:
 
 
 def _first_runs(prober: Prober) -> tuple[list[RecordedStep], list[list[int]], int]:
-    """Run on zeros until every set of networks is used at two steps or more -> (the run, its
+    """Run on zeros until every set of networks is used at two or more steps -> (the run, its
     segments, steps)."""
     steps = prober.steps
     while steps <= MANY:
@@ -119,7 +119,7 @@ def _run(prober: Prober, count: int, steps: int, key: str) -> list[RecordedStep]
 
 def _segments(run: list[RecordedStep]) -> list[list[int]]:
     """Group consecutive iterations that make the same calls. The first iteration is left out: its
-    latents are the pipeline's."""
+    latents are the pipeline's own."""
     out: list[list[int]] = []
     last = None
     for j, it in enumerate(run[1:], 1):
@@ -136,7 +136,7 @@ def _segments(run: list[RecordedStep]) -> list[list[int]]:
 
 
 def _shapes(args: dict[str, Any]) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Arguments with the shapes of those that are tensors."""
+    """List the arguments, with the shapes of those that are tensors."""
     return [(k, tuple(v.shape) if isinstance(v, Tensor) else None) for k, v in args.items()]
 
 
@@ -160,7 +160,7 @@ def _call(i: int, seg: list[int], seen: Evidence) -> CallPlan:
             shared[leaf.path] = over_time[0]
     blocks, repeats = _layout(slots, zero.module)
     rows = [_rows(leaf, get(zero.args, leaf.path), seen.rows, blocks, repeats) for leaf in found]
-    if seen.alone and blocks > 1:  # one entry a branch
+    if seen.alone and blocks > 1:  # shared tensors with one entry for each branch
         lead = {path: v for path, v in shared.items() if isinstance(v, Tensor) and v.ndim}
         rows += [Rows(path, 0, blocks, 1) for path, v in lead.items() if len(v) == blocks]
         shared = {path: v for path, v in shared.items() if path not in {r.path for r in rows}}
@@ -169,7 +169,7 @@ def _call(i: int, seg: list[int], seen: Evidence) -> CallPlan:
 
 
 def _layout(slots: list[Slot], module: str) -> tuple[int, int]:
-    """Find (blocks, repeats) of the batch in a call: all arguments with latents have the same."""
+    """Find (blocks, repeats) of the batch in a call: all arguments with latents agree on them."""
     if not slots:
         raise UnreplayableError(
             f"no argument of {module} holds the latents that scheduler.step returned"
@@ -185,7 +185,7 @@ def _layout(slots: list[Slot], module: str) -> tuple[int, int]:
 
 def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
     """Infer where the latents lie in an argument, and how their scale follows sigma (in flow
-    coordinates it is constant, or 1/r)."""
+    coordinates the scale is constant, or 1/r)."""
     what, sigmas = f"argument {name(leaf.path)}", seen.sigmas[seg]
     if leaf.axis != 0 and not seen.alone:
         raise UnreplayableError(
@@ -195,10 +195,10 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
     def value(key: str, j: int) -> Tensor:
         return stacked(get(seen.runs[key][j].calls[i].args, leaf.path))
 
-    # where the latents lie: one affine map, the same at all times
+    # the place of the latents: one affine map, the same at all times
     values = {key: value(key, seg[0]) for key in seen.runs}
     found = solve(values, seen.rows, seen.shape, what)
-    # their scale at each time, of which the rule is that which leaves one constant
+    # the scale of the latents at each time; the right rule leaves a constant
     zeros, ones = ([value(key, j).double() for j in seg] for key in ("zero", "one"))
     slope = torch.stack([(b - a).abs().max().cpu() for a, b in zip(zeros, ones, strict=True)])
     level = slope * seen.coords.scale(sigmas)
@@ -221,7 +221,7 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
 
 
 def _data_std(level: Tensor, sigmas: Tensor) -> float:
-    """Fit d in level ~ 1 / sqrt(d^2 (1 - s)^2 + s^2), as EDM scales what its networks read."""
+    """Fit d in level ~ 1 / sqrt(d^2 (1 - s)^2 + s^2), as EDM scales its networks' inputs."""
     matrix = torch.stack([(1 - sigmas) ** 2, sigmas**2], 1)
     both = torch.linalg.lstsq(matrix, (1 / level**2)[:, None]).solution[:, 0]
     ratio = (both[0] / both[1]).item()
@@ -229,7 +229,7 @@ def _data_std(level: Tensor, sigmas: Tensor) -> float:
 
 
 def _is_own(slot: Slot, slope: Tensor, i: int, j: int, seen: Evidence) -> bool:
-    """Whether another item's argument reads other latents (its mask is another)."""
+    """Whether another item's argument reads other latents (because its mask differs)."""
     if not seen.other:
         return False
     zero, one = (
@@ -253,8 +253,8 @@ def _is_own(slot: Slot, slope: Tensor, i: int, j: int, seen: Evidence) -> bool:
 
 
 def _moves(slot: Slot, zeros: list[Tensor], sigmas: Tensor, close: float) -> bool:
-    """Whether what is added to the latents follows sigma; it must be c0 + c1 sigma then. zeros: the
-    argument at these sigmas where the latents are zero."""
+    """Whether the constant added to the latents follows sigma; it must be c0 + c1 sigma then.
+    zeros: the argument at these sigmas if the latents are zero."""
     if all(torch.equal(zeros[0], other) for other in zeros[1:]):
         return False
     over = [z / slot.factor(s).item() for z, s in zip(zeros, sigmas, strict=True)]
@@ -270,7 +270,7 @@ def _moves(slot: Slot, zeros: list[Tensor], sigmas: Tensor, close: float) -> boo
 
 def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
     """Infer how the entries of an argument lie: in blocks and repeats like the latents, else with
-    another number of repeats, else in one block."""
+    another number of repeats, or else in one block."""
     axis = leaf.axis or 0
     count = (len(value) if leaf.is_list else value.shape[axis]) // rows
     if count != blocks * repeats:
@@ -279,8 +279,8 @@ def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
 
 
 def _boundaries(runner: Runner, segments: list[list[int]], times: Tensor) -> list[float]:
-    """Model times at which regimes change. The recording only shows between which times; the
-    pipeline's config or a hint gives the number."""
+    """Find the model times at which regimes change. The recording only shows between which times;
+    the pipeline's config or a hint gives the number."""
     out: list[float] = []
     config = getattr(runner.pipe.config, "boundary_ratio", None)
     for before, after in zip(segments, segments[1:], strict=False):

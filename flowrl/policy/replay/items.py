@@ -20,10 +20,10 @@ PICTURE = re.compile(r"(?!num_|ip_adapter)(?!.*attention)(\w+_)?(image|mask|vide
 
 @dataclass(frozen=True, eq=False)
 class PromptItem:
-    """A prompt (None where the pipeline takes none) and its own arguments of the call."""
+    """A prompt (None if the pipeline takes none) and its own arguments of the call."""
 
-    prompt: str | None  # its text; None where the pipeline takes none
-    # its own arguments of the call, by name
+    prompt: str | None  # text of the prompt; None if the pipeline takes none
+    # name -> the prompt's own argument of the call
     conditions: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -35,17 +35,17 @@ def is_media(value: Any) -> bool:
 
 
 def is_text(name: str) -> bool:
-    """Whether an argument is a text that every pipeline takes as a list, one entry a prompt."""
+    """Whether every pipeline takes this text argument as a list, with one entry for each prompt."""
     return name.startswith(("negative_prompt", "prompt_")) and "embeds" not in name
 
 
 def is_picture(name: str) -> bool:
-    """Whether an argument of that name is a picture, a mask or a video of the prompt's own."""
+    """Whether an argument of that name is a prompt's own picture, mask or video."""
     return PICTURE.fullmatch(name) is not None
 
 
 def is_own(name: str) -> bool:
-    """Whether an argument's name is that of pictures or of a negative prompt."""
+    """Whether an argument's name belongs to pictures or to a negative prompt."""
     return is_picture(name) or name.startswith("negative_prompt")
 
 
@@ -60,7 +60,7 @@ def altered(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.flip(-1)
     if isinstance(value, np.ndarray):
-        # (..., H, W, C)
+        # axes (..., H, W, C): mirror W
         return value[..., ::-1, :].copy() if value.ndim > 2 else value[..., ::-1].copy()
     return value
 
@@ -68,7 +68,7 @@ def altered(value: Any) -> Any:
 def items_of(
     prompts: Sequence[str], conditions: Sequence[Mapping[str, Any]] | None = None
 ) -> list[PromptItem]:
-    """Make items of P prompts, with their conditions if they have some."""
+    """Make items from P prompts, with their conditions if they have some."""
     if conditions is None:
         return [PromptItem(prompt) for prompt in prompts]
     if len(conditions) != len(prompts):

@@ -15,8 +15,8 @@ from torch import Tensor
 class StartMap:
     """First latents = mean + factor * noise, in the pipeline's units."""
 
-    factor: float  # of the noise, in the pipeline's units
-    mean: Tensor | None  # (*L) fp32; None: zero. A run that starts late holds a noisy picture
+    factor: float  # factor of the noise, in the pipeline's units
+    mean: Tensor | None  # (*L) fp32; None: zero. A run that starts late starts from a noisy picture
 
 
 @dataclass(eq=False)
@@ -24,15 +24,15 @@ class Draws:
     """Calls to torch.randn in a run; the one numbered `chosen` gives `value` everywhere."""
 
     chosen: int | None = None  # number of the draw that is replaced; None: none
-    value: float = 0.0  # what the chosen draw gives everywhere
-    count: int = 0  # draws so far
+    value: float = 0.0  # value that the chosen draw gives everywhere
+    count: int = 0  # number of draws so far
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         real = torch.randn
 
         def randn(*size, **kwargs):
-            drawn = real(*size, **kwargs)  # always: later draws must not change
+            drawn = real(*size, **kwargs)  # draw in any case: later draws must not change
             number, self.count = self.count, self.count + 1
             return torch.full_like(drawn, self.value) if number == self.chosen else drawn
 
@@ -41,9 +41,10 @@ class Draws:
 
 
 def start_map(first: Callable[[], Tensor], usual: float) -> StartMap:
-    """first() runs the pipeline up to its first step -> the latents there (1, *L). The draw whose
-    value moves all latents by one factor is the initial noise; the others (a posterior's sample)
-    stay as they are. usual: the factor where no draw does that."""
+    """Infer the map from runs of first(), which runs the pipeline up to its first step -> the
+    latents there (1, *L). The draw whose value moves all latents by one factor is the initial
+    noise; other draws (a posterior's sample) stay random. usual: the factor if no draw does that.
+    """
     draws = Draws()
     with draws.watched():
         first()
@@ -59,7 +60,7 @@ def start_map(first: Callable[[], Tensor], usual: float) -> StartMap:
         factor = slope[moved].mean().item()
         if (slope[moved] - factor).abs().max() < 1e-2 * abs(factor):
             mean = ends[0].float()
-            # in low precision the usual factor is exact
+            # in low precision the measured factor is rounded, and the usual one is exact
             near = abs(factor - usual) < 1e-2 * abs(usual)
             return StartMap(usual if near else factor, mean if mean.any() else None)
     return StartMap(usual, None)

@@ -1,5 +1,5 @@
-"""Infer what a loop makes of its networks' outputs: which entries are the prediction, and how
-branches combine. Both are read off stubbed runs whose outputs are ours.
+"""Infer how a loop uses its networks' outputs: which entries are the prediction, and how branches
+combine. Stubbed runs with outputs of our choice show both.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from flowrl.policy.replay.guidance import Guidance, fit
 from flowrl.policy.replay.probe import Key, Prober
 from flowrl.policy.replay.record import RecordedStep
 
-Sample = tuple[list[Tensor], Tensor]  # outputs of each branch (n, *L), the pipeline's prediction
-Stub = Callable[[Key, tuple[int, ...]], Tensor]  # answers a network, see Prober.run
+Sample = tuple[list[Tensor], Tensor]  # (outputs of each branch (n, *L), the pipeline's prediction)
+# (key, shape) -> output in place of a network, see Prober.run
+Stub = Callable[[Key, tuple[int, ...]], Tensor]
 
 
 @dataclass(eq=False)
@@ -28,7 +29,7 @@ class OutputProbe:
 
     prober: Prober  # runs the pipeline
     seg: list[int]  # iterations of the regime
-    steps: int  # of each run
+    steps: int  # number of steps of each run
     x: Tensor  # latents after every step, (rows, *L)
 
     def run(self, outputs: Stub) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -52,8 +53,8 @@ class OutputProbe:
         return outs, [seen[j].prediction.float().cpu() for j in self.seg]
 
     def equal(self, pattern: Callable[[tuple[int, ...]], Tensor]) -> list[Tensor]:
-        """Predictions from outputs that are equal in all blocks: pattern(shape of an output) ->
-        (rows, repeats, ...) of one block."""
+        """Return predictions from outputs that are equal in all blocks: pattern(shape of an output)
+        -> (rows, repeats, ...) of one block."""
 
         def repeated(key: Key, size: tuple[int, ...]) -> Tensor:
             block = pattern(size).flatten(0, 1)
@@ -102,7 +103,7 @@ def _samples(probe: OutputProbe, plans: list[CallPlan], outputs: Stub) -> list[S
 
 
 def _alike(key: Key, size: tuple[int, ...]) -> Tensor:
-    """Outputs whose blocks differ little, as those of networks do, and grow from call to call."""
+    """Make outputs whose blocks differ little, like those of networks, and grow with each call."""
     generator = torch.Generator().manual_seed(5)
     first = torch.randn(size, generator=generator)
     grown = torch.linspace(1.0, 1.3, size[0]).reshape(-1, *[1] * (len(size) - 1))
@@ -110,8 +111,8 @@ def _alike(key: Key, size: tuple[int, ...]) -> Tensor:
 
 
 def _holds(rule: Guidance, samples: list[Sample]) -> bool:
-    """Whether a rule that was fitted on independent outputs says the same of others: some loops
-    limit what guidance adds."""
+    """Whether a rule that was fitted on independent outputs holds for others: some loops limit the
+    effect of guidance."""
     if rule.rule == "pipeline":
         return True
     for outs, prediction in samples:
@@ -122,8 +123,8 @@ def _holds(rule: Guidance, samples: list[Sample]) -> bool:
 
 
 def _loudest(probe: OutputProbe, plans: list[CallPlan]) -> int:
-    """The branch whose output moves the prediction most in the direction of all of them: the
-    conditional one."""
+    """Find the conditional branch: its output moves the prediction most in the direction of all
+    branches together."""
 
     def prediction(chosen: set[int]) -> Tensor:
         generator = torch.Generator().manual_seed(3)
@@ -151,8 +152,8 @@ def _loudest(probe: OutputProbe, plans: list[CallPlan]) -> int:
 
 
 def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine | None:
-    """Which entries of an output row make the prediction; equal outputs in all branches pass any
-    guidance up to a sign. None where it is no selection of entries."""
+    """Find which entries of an output row make the prediction; equal outputs in all branches pass
+    any guidance up to a sign. None if the map is not a selection of entries."""
     rows, repeats = len(probe.x), plan.slots[0].map.repeats
     noise: dict[tuple[int, ...], Tensor] = {}
 
@@ -167,7 +168,7 @@ def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine | None:
     if _same_up_to_sign(prediction, one):
         return plan.out
     entry = (repeats, *next(iter(noise)))
-    # beside 1, not 0: some loops divide by the outputs' norm
+    # patterns are added to 1, not to 0: some loops divide by the outputs' norm
     named = {key: probe.equal(_pattern(rows, entry, key))[0] for key in patterns(1, entry)}
     named = {key: value - named["zero"] for key, value in named.items()}
     try:
@@ -178,7 +179,7 @@ def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine | None:
 
 
 def _pattern(rows: int, entry: tuple[int, ...], key: str) -> Callable[[tuple[int, ...]], Tensor]:
-    """Outputs of one block that hold the named pattern, and 1 more."""
+    """Make outputs of one block that hold the named pattern plus 1."""
     return lambda size: patterns(rows, entry)[key] + 1
 
 
@@ -189,7 +190,7 @@ def _same_up_to_sign(a: Tensor, b: Tensor) -> bool:
 
 
 def _selects(part: Affine) -> bool:
-    """Whether a map picks entries of a row, and no more, up to a sign."""
+    """Whether a map only picks entries of a row, up to a sign."""
     if part.scale.ndim or part.const is not None or part.blocks * part.repeats != 1:
         return False
     return part.scale.abs().item() - 1 <= 1e-3 and len(part.shape) >= 1

@@ -8,8 +8,8 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-SAMPLED = 4096  # entries by which an order of axes is found
-ROUNDED = 2e-2  # of the range: a pipeline may round its media to bf16 or 8 bits
+SAMPLED = 4096  # number of entries by which an order of axes is found
+ROUNDED = 2e-2  # share of the range: a pipeline may round its media to bf16 or 8 bits
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,18 @@ class Pixels:
 
     image: tuple[int, ...]  # shape of a row of the VAE's output
     media: tuple[int, ...]  # shape of a row of the pipeline's media
-    axes: tuple[int, ...]  # which axis of image each axis of media is, those of length 1 left out
-    scale: float  # of the values
+    axes: tuple[int, ...]  # axis of image for each axis of media, without axes of length 1
+    scale: float  # factor of the values
     shift: float  # added after the scale
 
     def __call__(self, out: Tensor) -> Tensor:
-        """Make media (n, *media) of outputs (n, *image)."""
+        """Make media (n, *media) from outputs (n, *image)."""
         long = out.reshape(len(out), *_long(self.image))
         ordered = long.permute(0, *(a + 1 for a in self.axes)).reshape(len(out), *self.media)
         return ordered * self.scale + self.shift
 
     def inverse(self, media: Tensor) -> Tensor:
-        """Make outputs (n, *image) of media (n, *media)."""
+        """Make outputs (n, *image) from media (n, *media)."""
         back = [0] * len(self.axes)
         for place, axis in enumerate(self.axes):
             back[axis] = place + 1
@@ -38,7 +38,7 @@ class Pixels:
 
 
 def fit_pixels(out: Tensor, media: Tensor) -> Pixels | None:
-    """The map from noise out (n, *image) to media (n, *media); None if it is another one."""
+    """Find the map from noise out (n, *image) to media (n, *media); None if it has another form."""
     image, shape = tuple(out.shape[1:]), tuple(media.shape[1:])
     if len(out) != len(media) or sorted(_long(image)) != sorted(_long(shape)):
         return None
@@ -64,7 +64,7 @@ def _long(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _line(x: Tensor, y: Tensor) -> tuple[float, float] | None:
-    """(scale, shift) with y = scale * x + shift, each (K,); None where there is no such line."""
+    """Find (scale, shift) with y = scale * x + shift, each (K,); None if there is no such line."""
     matrix = torch.stack([x, torch.ones_like(x)], 1)
     solution = torch.linalg.lstsq(matrix, y[:, None]).solution
     scale, shift = solution.flatten().tolist()

@@ -1,4 +1,4 @@
-"""Run a pipeline on stubs: we choose what its networks return, and its latents after each step."""
+"""Run a pipeline on stubs: we choose its networks' outputs, and its latents after each step."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from flowrl.policy.replay.steps import StepPattern, read_pattern
 from flowrl.runtime.memory import ran_out
 
 RECORD = ["a red circle", "two blue squares left of a green triangle"]
-SCANNED = 3  # iterations from which the pattern of scheduler steps is read
-MANY = 64  # steps of a recorded call that makes few of those it is asked for
-Key = tuple[str, int]  # component, n-th call to it within an iteration
+SCANNED = 3  # number of iterations from which the pattern of scheduler steps is read
+MANY = 64  # number of steps of a recorded call if the loop makes few of the requested steps
+Key = tuple[str, int]  # (component, n-th call to it within an iteration)
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Copies:
     """Clones of recorded tensors, one for each version of a tensor: a loop may edit its own in
     place."""
 
-    # by id: source (kept, or its id would be another's), version, clone
+    # id -> (source, version, clone); the source is kept, or another tensor could get its id
     made: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
 
     def __call__(self, value: Tensor) -> Tensor:
@@ -50,22 +50,22 @@ class Copies:
 
 @dataclass(eq=False)
 class StubbedRun:
-    """Callbacks of one run: what networks and scheduler are answered, and what was seen."""
+    """Callbacks of one run: they answer networks and scheduler, and record the calls."""
 
-    templates: dict[Key, tuple[Any, int]]  # see Prober
-    rows: int  # of the run, with those that fix the text length
-    streams: int  # how many latents an iteration moves
-    # iteration -> latents that the loop goes on with; None: its own
+    templates: dict[Key, tuple[Any, int]]  # answers by call, see Prober
+    rows: int  # number of rows of the run, with those that fix the text length
+    streams: int  # number of latents that an iteration moves
+    # iteration -> latents with which the loop goes on; None: its own
     latents: Callable[[int], Tensor] | None
-    # answers networks, see Prober.run; None: noise
+    # (key, shape) -> answer in place of a network, see Prober.run; None: noise
     outputs: Callable[[Key, tuple[int, ...]], Tensor] | None
-    # whether to end the run after an iteration; None: never
+    # (iteration, its record) -> whether the run ends after it; None: never
     stop: Callable[[int, RecordedStep], bool] | None
     real: Collection[int] = ()  # iterations in which the networks answer themselves
     done: list[RecordedStep] = field(default_factory=list)  # iterations so far
-    calls: list[DenoiserCall] = field(default_factory=list)  # of the iteration that is running
-    copied: Copies = field(default_factory=Copies)  # clones what was seen
-    moved: int = 0  # iterations whose latents were asked for
+    calls: list[DenoiserCall] = field(default_factory=list)  # calls of the iteration in progress
+    copied: Copies = field(default_factory=Copies)  # clones the recorded tensors
+    moved: int = 0  # number of iterations whose latents were asked for
 
     def on_call(self, name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
         key = (name, sum(call.module == name for call in self.calls))
@@ -101,51 +101,52 @@ def stubbed(
     outputs: Callable[[Key, tuple[int, ...]], Tensor] | None,
     streams: int,
 ) -> Any:
-    """Make an answer in place of a network: noise, the same in each run, or outputs(key, shape),
-    shaped as its real output was for the rows of its template."""
+    """Make an answer in place of a network: noise, the same in each run, or outputs(key, shape). It
+    has the form of the network's real output, for the rows of this run."""
     if key not in templates:
         templates[key] = (real(), rows)
     template, its_rows = templates[key]
     first = prediction_of(template, streams)
     shape = (first.shape[0] * rows // its_rows, *first.shape[1:])
-    if outputs is None:  # not ones: some loops divide by what varies in an output
+    if outputs is None:  # noise, not ones: some loops divide by an output's variation
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(key[1]))
         value = noise.to(first.dtype)
     else:
-        value = outputs(key, shape)  # fp32: what a loop makes of them is then not rounded
+        # fp32, so that the loop's operations on outputs are not rounded
+        value = outputs(key, shape)
     return like_output(template, value.to(first.device, copy=True), streams)
 
 
 def _shapes(call: DenoiserCall) -> list[tuple[int, ...]]:
-    """Shapes of the tensors that a network is given."""
+    """List the shapes of the tensors that a network gets."""
     return [tuple(value.shape) for value in call.args.values() if isinstance(value, Tensor)]
 
 
 def always(x: Tensor) -> Callable[[int], Tensor]:
-    """The same latents after each iteration."""
+    """Give the same latents after each iteration."""
     return lambda j: x
 
 
 class Prober:
-    """Runs a pipeline on stubs. example: conditions of one prompt, by which the loop is
-    recorded."""
+    """Runs a pipeline on stubs. example: conditions of one prompt, for the recording of the
+    loop."""
 
     def __init__(self, runner: Runner, example: Mapping[str, Any] | None = None) -> None:
         self.runner = runner
-        # (output of one real call, rows of the batch it came from): all network calls of probing
+        # call -> (its output in one real call, rows of that batch): the form of stubs' answers
         self.templates: dict[Key, tuple[Any, int]] = {}
-        self.result: Any = None  # what the pipeline's call returned last; None after Halt
-        self.shape: tuple[int, ...] = ()  # of one row of the state
-        self.count = 2  # rows of a probing run
-        self.begin = 0  # where in the scheduler's timesteps the recorded loop starts
+        self.result: Any = None  # newest result of the pipeline's call; None after Halt
+        self.shape: tuple[int, ...] = ()  # shape of one row of the state
+        self.count = 2  # number of rows of a probing run
+        self.begin = 0  # place in the scheduler's timesteps where the recorded loop starts
         example = dict(example or {})
         runner.check_names(example)
         media = {k: v for k, v in {**runner.always, **example}.items() if is_media(v)}
         other = {**example, **{k: altered(v) for k, v in media.items()}}
-        # two items that differ in all that an item has
+        # two items that differ in the prompt and in all conditions
         self.record = [PromptItem(RECORD[0], example), PromptItem(RECORD[1], other)]
         self.overlong = PromptItem(" ".join(["word"] * (self.longest + 8)), example)
-        self.steps = 8  # of the recorded calls
+        self.steps = 8  # number of steps of the recorded calls
         try:
             self._settle(bool(media))
         except TooFewSteps:
@@ -153,26 +154,26 @@ class Prober:
             self._settle(bool(media))
 
     def rows(self, count: int) -> list[PromptItem]:
-        """Make the items of a probing run: those of the record in turn, or copies of the first."""
+        """Make the items of a probing run: the record's two in turn, or copies of the first."""
         return [self.record[0 if self.runner.single else k % 2] for k in range(count)]
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text that the pipeline says it takes."""
+        """Count the tokens of the longest text that the pipeline says it takes."""
         default = self.runner.parameters.get("max_sequence_length")
         given = self.runner.kwargs.get("max_sequence_length")
         return int(given or (default.default if default else 512))
 
     def apart(self, items: Sequence[PromptItem]) -> list[list[PromptItem]]:
-        """Split items into the runs that they take."""
+        """Split items into one group for each run that they need."""
         return [[item] for item in items] if self.runner.single else [list(items)]
 
     # ---------------------------------------------------------------------------
-    # how this pipeline is asked for several rows
+    # the form in which this pipeline takes several rows
 
     def _settle(self, media: bool) -> None:
         """Find the runner's form and the steps of an iteration: the first form in which the loop
-        holds as many latents as rows were asked for."""
+        holds as many latents as there are requested rows."""
         runner = self.runner
         prompted = "prompt" in runner.parameters
         together = prompted and not media and not runner.hints.get("apart")
@@ -203,12 +204,13 @@ class Prober:
 
     def _scanned(self) -> bool:
         """Whether runs of two and three rows (of one, if there is no other form) hold as many
-        latents; reads the step pattern."""
+        latents; it also reads the step pattern."""
         alike = []
         self.templates.clear()
         for rows in sorted({self.count, min(3, 2 * self.count - 1)}):
             items = self.rows(rows)
-            if not self.runner.single:  # with its length, texts have one that later runs give them
+            # the overlong prompt gives texts the length that later runs give them
+            if not self.runner.single:
                 items[-1] = self.overlong
             iterations = self._scan(items)
             self.runner.pattern = read_pattern(iterations, rows)
@@ -225,14 +227,15 @@ class Prober:
         return all(alike)
 
     def _fix_text_length(self) -> None:
-        """Add one overlong and one short prompt to every run, where the text length follows the
+        """Add one overlong and one short prompt to every run, if the text length follows the
         longest prompt of the batch: then there is one length, always masked.
 
-        It follows it where an encoder, or the denoisers, would be given other shapes without the
-        overlong prompt.
+        It does so if an encoder, or the denoisers, would get other shapes without the overlong
+        prompt.
         """
         short, answers = self.record[0], self.runner.answers
-        if self.longest < 2 * len(RECORD[0]):  # it may be no shorter than the longest
+        # the short prompt must be shorter than half of the longest text
+        if self.longest < 2 * len(RECORD[0]):
             short = PromptItem("", short.conditions)
         pad = (self.overlong, short)
         answers.closed = True
@@ -259,7 +262,7 @@ class Prober:
         calls: list[str] = []
 
         def on_call(name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
-            if not calls:  # an iteration ends where a network is called after a step
+            if not calls:  # a network call after a step begins the next iteration
                 if len(found) == SCANNED:
                     raise Halt
                 found.append([])
@@ -299,14 +302,14 @@ class Prober:
         output_type: str = "latent",
         **how: Any,
     ) -> list[RecordedStep]:
-        """Run the pipeline on stubs -> its iterations; self.result is what the call returned.
+        """Run the pipeline on stubs -> its iterations; self.result is the result of the call.
 
         After iteration j the loop goes on with latents(j). outputs(key, shape) answers a network
         (default: noise), but in the iterations `real` the networks do. stop(j, iteration) ends the
-        run early. pad: what fixes the text length (default: runner.pad). how: more of Runner.run's
-        options.
+        run early. pad: items that fix the text length (default: runner.pad). how: further options
+        of Runner.run.
         """
-        # the run's rows are its items, and those whose only use is that texts get one length
+        # rows of the run: its items, and further ones whose only use is to give texts one length
         items = [*items, *(self.runner.pad if pad is None else pad)]
         answers = (latents, outputs, stop, real)
         stub = StubbedRun(self.templates, len(items), self.runner.streams, *answers)
@@ -327,12 +330,12 @@ class Prober:
         return stub.done
 
     def schedule(self, steps: int, coords: Coords) -> Schedule:
-        """Read sigmas and exact times off a stubbed run at the real number of steps and resolution,
-        so that dynamic shifts are included."""
+        """Read sigmas and exact times from a stubbed run at the real number of steps and
+        resolution, so that dynamic shifts are included."""
         iterations = self.run(self.rows(self.count), steps)
         times = torch.stack([it.time for it in iterations])
         sigmas = coords.sigmas_of(self.runner.pipe.scheduler, times)
-        # PNDM asks for its second time twice
+        # PNDM repeats its second time
         keep = torch.cat([sigmas[:-1] > sigmas[1:], torch.tensor([True])])
         factor = self.start(self.record[0], steps).factor
         return Schedule(
@@ -342,7 +345,7 @@ class Prober:
         )
 
     def start(self, item: PromptItem, steps: int) -> StartMap:
-        """How the loop's first latents follow its noise."""
+        """Find how the loop's first latents follow its noise."""
         usual = float(getattr(self.runner.pipe.scheduler, "init_noise_sigma", 1.0))
         items = [item] if self.runner.single else [item, item]
 

@@ -1,11 +1,11 @@
-"""Answers of text encoders on disk (model.prompt_cache), for runs to come and processes beside.
+"""Answers of text encoders on disk (model.prompt_cache), for later runs and other processes.
 
-A file holds what is read of the answer to one row of tokens, as safetensors. Its name is a hash of
-all that the answer depends on: the encoder's weights to the last bit, its configuration and type,
-the tokens (the prompt, or a negative one, cut or padded to its length) and the other arguments,
-autocast, the kind of device and the versions of torch and transformers. So a hit has the bits that
-the encoder would give, and nothing has to be declared old. Where a pipeline reads more than another
-one did, the prompt is encoded again and the file holds both.
+A file holds the tensors that are read from the answer to one row of tokens, as safetensors. Its
+name is a hash of all that the answer depends on: the encoder's weights to the last bit, its
+configuration and type, the tokens (the prompt, or a negative one, cut or padded to its length) and
+the other arguments, autocast, the kind of device and the versions of torch and transformers. So a
+hit has the bits that the encoder would give, and no file ever has to be declared old. If a pipeline
+reads more than another one did, the prompt is encoded again and the file holds both.
 """
 
 from __future__ import annotations
@@ -31,24 +31,27 @@ from flowrl.runtime.paths import located
 from flowrl.runtime.store import files
 
 FORMAT = 2
-MARK = "flowrl"  # of what a file says about its tensors
-KEPT = 0.9  # share of the most that stays when the oldest files are removed
-IMPORTING = re.compile("__enum__|default_factory")  # what torch would import a module for
-PASSING = ("_name_or_path", "transformers_version")  # of a configuration; they change no number
+MARK = "flowrl"  # key of the file's metadata that describes its tensors
+KEPT = 0.9  # share of the limit that stays when the oldest files are removed
+# words in a description for which torch would import a module
+IMPORTING = re.compile("__enum__|default_factory")
+# entries of a configuration that change no number
+PASSING = ("_name_or_path", "transformers_version")
 
 
 class Damaged(ValueError):
-    """A file is not what was written."""
+    """A file differs from what was written."""
 
 
 class PromptCache:
-    """The answers in a folder, at most `most_gb` (2**30 bytes each): of more, those that were used
-    longest ago go. Processes may share it."""
+    """The answers in a folder, at most `most_gb` (2**30 bytes each): above that, the least recently
+    used ones are removed. Processes may share it."""
 
     def __init__(self, folder: str | Path, most_gb: float = 20.0) -> None:
         self.folder, self.most = located(folder).absolute(), int(most_gb * 2**30)
-        self.written, self.full = self.most, False  # bytes since the folder was looked through
-        self.known: dict[int, tuple[nn.Module, str]] = {}  # hashes of networks, by id
+        self.written, self.full = self.most, False  # bytes written since the folder was last tidied
+        # id of a network -> (the network, its hash)
+        self.known: dict[int, tuple[nn.Module, str]] = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -66,7 +69,7 @@ class PromptCache:
         return hashlib.sha256(repr(causes).encode()).hexdigest()
 
     def get(self, key: str) -> Any | None:
-        """Read an answer, to host memory; None where there is none, or it is damaged."""
+        """Read an answer to host memory; None if there is none, or it is damaged."""
         path = self._path(key)
         try:
             answer = read(path, key)
@@ -76,11 +79,11 @@ class PromptCache:
             logger.warning(f"{path} is damaged ({error}); its prompt is encoded again")
             return None
         with suppress(OSError):
-            os.utime(path)  # it was used now
+            os.utime(path)  # mark the file as used now
         return answer
 
     def put(self, key: str, answer: Any) -> None:
-        """Store an answer, if it is made of what a file can hold."""
+        """Store an answer, if a file can hold all its values."""
         if self.full or (content := packed(key, answer)) is None or len(content) > self.most:
             return
         try:
@@ -94,10 +97,10 @@ class PromptCache:
             self.tidy()
 
     def tidy(self) -> None:
-        """Remove what was used longest ago, if all together is too much."""
+        """Remove the least recently used files, if all together are too large."""
         found = []
         for path in self.folder.glob("*/*.safetensors"):
-            with suppress(OSError):  # another process removed it
+            with suppress(OSError):  # another process may have removed the file
                 known = path.stat()
                 found.append((known.st_mtime, known.st_size, path))
         size = sum(size for _, size, _ in found)
@@ -117,7 +120,7 @@ class PromptCache:
 def fingerprint(network: nn.Module) -> str:
     """Hash a network's class, configuration, and every bit of its weights."""
     state = {name: t for name, t in network.state_dict().items() if isinstance(t, Tensor)}
-    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+    with ThreadPoolExecutor() as pool:  # threads help, because hashing lets other threads run
         hashes = list(pool.map(bits, state.values()))
     config = getattr(network, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else {}
@@ -138,7 +141,7 @@ def bits(t: Tensor) -> str:
 
 
 def surroundings(device: torch.device) -> tuple[Any, ...]:
-    """Return what else the last bits of an answer depend on."""
+    """Return the other facts on which the last bits of an answer depend."""
     where: Any = torch.get_num_threads()
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
@@ -147,8 +150,8 @@ def surroundings(device: torch.device) -> tuple[Any, ...]:
 
 
 def packed(key: str, answer: Any) -> bytes | None:
-    """Pack an answer into the bytes of a file; None for one that holds something else than tensors,
-    plain values, lists, mappings and records of outputs."""
+    """Pack an answer into the bytes of a file; None if it holds other values than tensors, plain
+    values, lists, mappings and records of outputs."""
     tensors: dict[str, Tensor] = {}
     entries, structure = tree_flatten(answer)
     try:
@@ -156,13 +159,12 @@ def packed(key: str, answer: Any) -> bytes | None:
         description |= {"entries": [_described(entry, tensors) for entry in entries]}
     except (TypeError, NotImplementedError):
         return None
-    # one entry: several are written in any order, and equal answers should be equal files
+    # one metadata entry: several are written in any order, and equal answers should be equal files
     return save(dict(sorted(tensors.items())), {MARK: json.dumps(description)})
 
 
 def read(path: Path, key: str) -> Any:
-    """Read the answer in a file; Damaged where it is not the one that was written under this
-    name."""
+    """Read the answer in a file; Damaged if it is not the one that was written under this name."""
     with safe_open(str(path), framework="pt") as file:
         description = json.loads((file.metadata() or {}).get(MARK, "{}"))
         if description.get("key") != key:
@@ -182,7 +184,7 @@ def read(path: Path, key: str) -> Any:
 
 def _described(value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Describe a value in JSON; a tensor by its hash, so that equal ones are stored once."""
-    if isinstance(value, Tensor) and value.is_meta:  # nothing reads it
+    if isinstance(value, Tensor) and value.is_meta:  # no pipeline reads its values
         return {"unread": [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, Tensor):
         name = bits(value)
@@ -194,7 +196,7 @@ def _described(value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _built(description: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Build a value of its description."""
+    """Build a value from its description."""
     if "unread" in description:
         shape, dtype = description["unread"]
         return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

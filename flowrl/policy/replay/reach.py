@@ -1,5 +1,5 @@
 """Find out how much of a prompt a pipeline reads: tokenizers cut long prompts, and some pipelines
-drop the end of what an encoder made of them."""
+drop the end of an encoder's output."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from flowrl.policy.replay.unread import leaves, mapped
 from flowrl.runtime.log import quiet
 from flowrl.runtime.text import printable
 
-WORDS = 520  # of the overlong prompt; more where the pipeline says that it takes more
-TOKENS = 4  # in a row, by which it is known
+WORDS = 520  # number of words in the overlong prompt; more if the pipeline says that it takes more
+TOKENS = 4  # number of its tokens in a row by which the overlong prompt is recognised
 
 
 @dataclass(frozen=True, eq=False)
 class Reader:
     """A text encoder, and how much of a prompt it reads."""
 
-    name: str  # of the component
-    tokenizer: Any  # which makes its tokens
-    most: int | None  # tokens of a prompt that reach the denoisers; None: all that were tried
-    tried: int  # tokens of the prompt that was tried
+    name: str  # name of the component
+    tokenizer: Any  # tokenizer that makes its tokens
+    # number of a prompt's tokens that reach the denoisers; None: all that were tried
+    most: int | None
+    tried: int  # number of tokens of the prompt that was tried
 
     def cuts(self, texts: Sequence[str]) -> list[bool]:
-        """Tell of each text whether it has tokens that are not read."""
+        """Tell for each text whether it has tokens that are not read."""
         if self.most is None:
             return [False] * len(texts)
         return [len(ids) > self.most for ids in _ids(self.tokenizer, texts)]
 
     def end(self, text: str) -> str:
-        """The last characters of a text that are read."""
+        """Return the last characters of a text that are read."""
         return self.tokenizer.decode(_ids(self.tokenizer, [text])[0][: self.most])[-40:]
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ class Reader:
 
 
 def cut(found: Sequence[Reader], texts: Sequence[str]) -> str | None:
-    """A sentence about texts whose ends no encoder reads; None where there are none."""
+    """Write a sentence about texts whose ends no encoder reads; None if there are none."""
     each = zip(*(reader.cuts(texts) for reader in found), strict=True)
     ends = [text for text, own in zip(texts, each, strict=bool(found)) if all(own)]
     if not ends:
@@ -63,23 +64,24 @@ def cut(found: Sequence[Reader], texts: Sequence[str]) -> str | None:
 
 
 def surely_read(prober: Prober, texts: Sequence[str]) -> bool:
-    """Whether texts are so short that they are read whole for certain."""
+    """Whether texts are so short that they are certainly read whole."""
     kinds = _tokenizers(prober.runner.pipe)
     least = min([prober.longest, *(kind.model_max_length for kind in kinds)])
-    room = least - max(2, least // 8)  # templates and marks of begin and end take some
-    long = [text for text in texts if len(text.encode()) > room]  # a token is a byte or more
+    room = least - max(2, least // 8)  # templates and marks of begin and end need some tokens
+    # shorter texts fit in any case, since a token is a byte or more
+    long = [text for text in texts if len(text.encode()) > room]
     return all(len(ids) <= room for kind in kinds for ids in _ids(kind, long))
 
 
 def readers(prober: Prober) -> list[Reader]:
-    """The text encoders that are given the prompt, and how much of it they read."""
+    """Find the text encoders that get the prompt, and how much of it they read."""
     return Reach(prober).readers()
 
 
 class Reach:
     """Find out how much of a prompt is read, by runs on an overlong prompt of one word: where its
-    tokens lie among those of each encoder, and up to where a change of what the encoder answers
-    changes what the denoisers are given."""
+    tokens lie among those of each encoder, and up to where a change of the encoder's answer changes
+    the inputs of the denoisers."""
 
     def __init__(self, prober: Prober) -> None:
         self.prober, self.answers = prober, prober.runner.answers
@@ -93,7 +95,7 @@ class Reach:
         self.answers.heard = []
         try:
             self._given()
-            # the second time with answers from memory
+            # the second run gets its answers from memory
             questions, self.usual = list(self.answers.heard), self._given()
             names = dict.fromkeys(question.name.partition(".")[0] for question in questions)
             found = (self._reader(name, questions) for name in names)
@@ -102,7 +104,7 @@ class Reach:
             self.answers.heard = None
 
     def _reader(self, name: str, questions: Sequence[EncoderCall]) -> Reader | None:
-        """How many of the words a text encoder reads; None where it is given none of them."""
+        """Find how many of the words a text encoder reads; None if it gets none of them."""
         places = [
             (*_longest_part(_row(question), set(words)), kind, len(words), question)
             for question in questions
@@ -118,16 +120,16 @@ class Reach:
         if not pooled and not self._matters(question, start + most - 1):
             tokens = range(start, start + most)
             most = bisect_left(tokens, True, key=lambda k: not self._matters(question, k))
-        whole = most > tried - 2  # the first may be another one in a sentence
+        whole = most > tried - 2  # - 2: the first word of a sentence may have another token
         return Reader(name, kind, None if whole else most, tried)
 
     def _given(self) -> list[Tensor]:
-        """What the first calls of the denoisers are given."""
+        """Return the tensors that the first calls of the denoisers get."""
         first = self.prober.run(self.items, 8, stop=lambda j, it: True)[0]
         return [t for call in first.calls for t in tensors_in(call.args)]
 
     def _matters(self, question: EncoderCall, begin: int) -> bool:
-        """Whether the denoisers are given others where an answer is changed from a token on."""
+        """Whether the denoisers get other tensors if an answer is changed from a token on."""
         key, size = question.key, len(_row(question))
         before = self.answers.kept[key]
         self.answers.kept[key] = mapped(lambda path, t: _changed(t, size, begin), before)
@@ -139,7 +141,7 @@ class Reach:
 
 
 def _tokenizers(pipe: Any) -> list[Any]:
-    """The tokenizers of a pipeline, and those within its processors."""
+    """List the tokenizers of a pipeline, and those within its processors."""
     parts = list(pipe.components.values())
     found = [*parts, *(getattr(part, "tokenizer", None) for part in parts)]
     return [part for part in found if isinstance(part, PreTrainedTokenizerBase)]
@@ -151,14 +153,14 @@ def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _row(question: EncoderCall) -> list[int]:
-    """The tokens of a question; none where it has none."""
+    """Return the tokens of a question; [] if it has none."""
     tokens = (t for t in tensors_in((question.args, question.kwargs)) if t.ndim == 2)
     row = next((t for t in tokens if not t.is_floating_point()), None)
     return [] if row is None else row[0].tolist()
 
 
 def _longest_part(row: list[int], of: set[int]) -> tuple[int, int]:
-    """(length, start) of the longest part of a row that is made of these tokens."""
+    """Find (length, start) of the longest part of a row that consists of these tokens."""
     best, begin = (0, 0), 0
     for k, token in enumerate([*row, None]):
         if token not in of:
@@ -168,7 +170,7 @@ def _longest_part(row: list[int], of: set[int]) -> tuple[int, int]:
 
 
 def _changed(t: Tensor, size: int, begin: int) -> Tensor:
-    """Other values from a token on, in a tensor that has this number of them."""
+    """Change the values from a token on, in a tensor that has `size` tokens."""
     axis = next((k for k, own in enumerate(t.shape) if own == size), None)
     if axis is None or t.is_meta:
         return t

@@ -32,7 +32,7 @@ from flowrl.policy.weights.waiting import Waiting
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
 
-LONGEST_TEXT = 65536  # tokens of a prompt
+LONGEST_TEXT = 65536  # most tokens of a prompt
 SIZES = ("height", "width", "num_frames")
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 MEANT = {
@@ -50,22 +50,22 @@ class DenoiserCall:
     """One recorded call of a denoiser."""
 
     module: str  # name of the component
-    args: dict[str, Any]  # by name of the parameter
+    args: dict[str, Any]  # parameter name -> argument
 
 
 @dataclass
 class RecordedStep:
-    """One iteration of the loop: its denoiser calls, and what its scheduler step was given."""
+    """One iteration of the loop: its denoiser calls, and the arguments of its scheduler step."""
 
     calls: list[DenoiserCall]  # denoiser calls since the step before
-    time: Tensor  # () fp64, on the CPU
-    sample: Tensor  # (P, *L)
-    prediction: Tensor  # (P, *L)
+    time: Tensor  # () fp64 model time, on the CPU
+    sample: Tensor  # (P, *L) latents
+    prediction: Tensor  # (P, *L) prediction that the scheduler gets
 
 
 def prediction_of(output: Any, streams: int = 1) -> Tensor:
-    """The prediction in what a denoiser returns: the tensor itself, or the first of a tuple or
-    ModelOutput; a list of tensors, one a row, is stacked. streams: how many tensors are
+    """Return the prediction in a denoiser's output: the tensor itself, or the first of a tuple or
+    ModelOutput; a list of tensors, one for each row, is stacked. streams: how many tensors are
     predictions; several are put side by side, (n, D)."""
     if _several(output, streams):
         return torch.cat([output[k].flatten(1) for k in range(streams)], 1)
@@ -88,7 +88,7 @@ def _several(output: Any, streams: int) -> bool:
 
 
 def like_output(output: Any, tensor: Tensor, streams: int = 1) -> Any:
-    """`output` with its prediction replaced by `tensor`, of any number of rows."""
+    """Replace the prediction in `output` by `tensor`, which may have any number of rows."""
     if isinstance(output, Tensor):
         return tensor
     if _several(output, streams):
@@ -107,7 +107,7 @@ def like_output(output: Any, tensor: Tensor, streams: int = 1) -> Any:
 
 
 def by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments of a call by parameter name, **kwargs flattened into them."""
+    """Map parameter names to the arguments of a call, with **kwargs flattened into them."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for name, p in signature.parameters.items():
         if p.kind is p.VAR_KEYWORD:
@@ -121,12 +121,12 @@ class Encoding:
 
     leave: bool = False  # text encoders are on the device only while a prompt is new
     offload: bool = False  # denoisers leave the device while text encoders are there
-    # where answers of text encoders are kept on disk; None: nowhere
+    # answers of text encoders on disk; None: they are not stored
     cache: PromptCache | None = None
 
 
 def denoisers_of(pipe: Any, hints: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """The networks of a pipeline's loop by component name; a hint may name them."""
+    """Find the networks of a pipeline's loop by component name; a hint may name them."""
     own = type(pipe).__name__
     if not hasattr(pipe, "scheduler"):
         raise UnreplayableError(
@@ -150,10 +150,10 @@ def denoisers_of(pipe: Any, hints: Mapping[str, Any]) -> dict[str, nn.Module]:
 class Runner:
     """A pipeline, its call arguments, and the names of its denoisers.
 
-    form: how several rows are asked for: "batch" a list of prompts; "copies" one prompt and
-    num_images_per_prompt; "repeated" a prompt several times and its conditions once; "lists" both
-    several times; "alone" not at all. But for "batch", the rows of a run are copies of one item:
-    prompts are bound one at a time.
+    form: how the pipeline is asked for several rows: "batch" a list of prompts; "copies" one prompt
+    and num_images_per_prompt; "repeated" a prompt several times and its conditions once; "lists"
+    both several times; "alone" not at all. Except for "batch", the rows of a run are copies of one
+    item: prompts are bound one at a time.
     """
 
     def __init__(
@@ -169,10 +169,10 @@ class Runner:
         self.parameters = inspect.signature(call).parameters
         self.given = frozenset(kwargs)
         kwargs = self._checked(kwargs)
-        # conditions of every item that has none of its own
+        # conditions of all items that have none of their own
         self.always = {k: v for k, v in kwargs.items() if is_media(v)}
         self.kwargs = {k: v for k, v in kwargs.items() if k not in self.always}
-        self.undecorated = getattr(call, "__wrapped__", call)  # without torch.no_grad
+        self.undecorated = getattr(call, "__wrapped__", call)  # the call without its torch.no_grad
         self.denoisers = denoisers_of(pipe, hints)
         encoding = encoding or Encoding()
         self.answers = Answers(encoding.cache)
@@ -185,14 +185,14 @@ class Runner:
             self.turns.send_denoisers(self.denoisers)
         self.form = "batch"
         self.pattern = StepPattern()
-        # components that are switched off: not part of the policy, and not differentiable
+        # components that are switched off: they are not part of the policy, and not differentiable
         self.off: tuple[str, ...] = ("safety_checker", "watermark")
         # extra prompts that fix the text length; their rows are dropped
         self.pad: tuple[PromptItem, ...] = ()
 
     @property
     def device(self) -> torch.device:
-        """Where the pipeline computes."""
+        """The device on which the pipeline computes."""
         if self.turns.used:
             return self.turns.device
         return next(next(iter(self.denoisers.values())).parameters()).device
@@ -203,7 +203,7 @@ class Runner:
         return self.form != "batch"
 
     def _text_encoders(self) -> list[nn.Module]:
-        """Networks of transformers beside the denoisers; none -> ValueError."""
+        """List the networks of transformers beside the denoisers; none -> ValueError."""
         others = (v for k, v in self.pipe.components.items() if k not in self.denoisers)
         if found := [network for network in others if isinstance(network, PreTrainedModel)]:
             return found
@@ -213,7 +213,7 @@ class Runner:
         )
 
     def check_names(self, names: Iterable[str]) -> None:
-        """ValueError where the pipeline's call takes no such argument, or flowrl gives it."""
+        """ValueError if the pipeline's call takes no such argument, or flowrl gives it."""
         unknown = sorted(set(names) - (set(self.parameters) - OURS))
         if unknown:
             name = unknown[0]
@@ -225,9 +225,8 @@ class Runner:
             )
 
     def unlike_asked(self, size: Sequence[int]) -> str | None:
-        """A sentence for media of (height, width) = size where another size was asked for; None
-        where it was not. Pipelines round sizes, and some ignore one that is given without the
-        other."""
+        """Write a sentence about media of (height, width) = size if another size was asked for;
+        None if not. Pipelines round sizes, and some ignore one that is given without the other."""
         made = tuple(size)
         chosen = tuple(self.kwargs.get(side) or own for side, own in zip(SIZES, made, strict=False))
         if chosen == made:
@@ -236,7 +235,7 @@ class Runner:
         return f"the pipeline makes {given} (height x width), and was asked for {wanted}"
 
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Refuse arguments that the pipeline does not take; switch true CFG on where the pipeline's
+        """Refuse arguments that the pipeline does not take; switch true CFG on if the pipeline's
         default scale asks for it."""
         self.check_names(kwargs)
         scale = self.parameters.get("true_cfg_scale")
@@ -260,7 +259,7 @@ class Runner:
     def arguments(
         self, items: Sequence[PromptItem], steps: int, output_type: str, **extra: Any
     ) -> dict[str, Any]:
-        """Keyword arguments of one call; text arguments become one entry a prompt."""
+        """Make the keyword arguments of one call; texts become lists, an entry for each prompt."""
         out: dict[str, Any] = {
             "num_inference_steps": steps,
             "output_type": output_type,
@@ -286,8 +285,8 @@ class Runner:
         return out
 
     def conditions_of(self, items: Sequence[PromptItem]) -> list[dict[str, Any]]:
-        """The conditions of each item, with those that hold where it has none of its own;
-        ValueError where their names differ, as the networks get those of all in one call."""
+        """Return the conditions of each item, with those of all items that have none of their own;
+        ValueError if their names differ, because the networks get all of them in one call."""
         given = [{**self.always, **item.conditions} for item in items]
         for own in given[1:]:
             if other := sorted(own.keys() ^ given[0].keys()):
@@ -299,12 +298,12 @@ class Runner:
 
     @property
     def streams(self) -> int:
-        """How many latents each iteration moves."""
+        """Count the latents that each iteration moves."""
         return max(1, len(self.pattern.shapes))
 
     @property
     def count(self) -> str | None:
-        """The argument that asks for several media of one prompt."""
+        """Name the argument that asks for several media of one prompt."""
         return next((name for name in COUNTS if name in self.parameters), None)
 
     def run(
@@ -325,20 +324,21 @@ class Runner:
         doing: str = "",
         **extra: Any,
     ) -> Any:
-        """The pipeline's first output, or None after Halt.
+        """Run the pipeline -> its first output, or None after Halt.
 
         on_call(name, args, real) -> output. on_step(prediction, time, sample) sees each iteration's
-        step; following() -> the latents that the loop goes on with, or None to keep the
+        step; following() -> the latents with which the loop goes on, or None to keep the
         scheduler's, which on_done(result) sees. on_times(scheduler) runs after each set_timesteps;
         on_raw sees the arguments of every call to step. grad: keep the autograd graph. skip_step:
-        following replaces the scheduler's own step. exact: its latents keep their type. doing: what
-        the run is for, as errors say it; default: to record a call. Encoders answer equal questions
-        from memory.
+        following replaces the scheduler's own step. exact: the latents of following keep their
+        type. doing: purpose of the run, for errors; default: to record a call. Encoders answer
+        equal calls from memory.
         """
         given = self.arguments(items, steps, output_type, **extra)
 
         def called(*of: Any) -> Any:
-            self.answers.paused = True  # the loop has begun
+            # the loop has begun, where encoders see other arguments each time
+            self.answers.paused = True
             return on_call(*of) if on_call else of[-1]()
 
         networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
@@ -362,7 +362,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """No progress bar, no truncation warnings, and without the parts in `off`."""
+        """Inside, no progress bar or truncation warning is shown, and parts in `off` are None."""
         from diffusers.utils import logging
 
         pipe, level = self.pipe, logging.get_verbosity()
@@ -383,7 +383,7 @@ class Runner:
 
 
 def copied(value: Any) -> Any:
-    """A list of its own: some pipelines edit the caller's."""
+    """Copy a list, because some pipelines edit the caller's."""
     return list(value) if isinstance(value, list) else value
 
 
@@ -392,9 +392,10 @@ def _recorded(name: str, module: nn.Module, on_call: Callable) -> AbstractContex
     real = module.forward
     signature = inspect.signature(real)
 
-    @functools.wraps(real)  # pipelines read its signature
+    @functools.wraps(real)  # wraps, because pipelines read its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = plain((args, kwargs))  # answers of encoders, as they are
+        # networks take plain tensors, so read the answers of encoders
+        args, kwargs = plain((args, kwargs))
         return on_call(name, by_name(signature, args, kwargs), lambda: real(*args, **kwargs))
 
     return replaced(module, forward=forward)

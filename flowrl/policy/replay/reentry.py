@@ -1,7 +1,7 @@
 """Re-entry: run the pipeline's own loop body for one step.
 
-It infers nothing but output shapes, so it referees the Replay, and combines guidance that has no
-closed form.
+It infers nothing but output shapes, so it can referee the Replay, and it combines outputs if
+guidance has no closed form.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def reenter(
     """Return the pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64
     for all rows, row i with items[i].
 
-    outputs: answers of the networks, in place of the real ones (differentiable either way), each
+    outputs: answers in place of the networks (differentiable, like the networks' own), each
     (blocks, P, repeats, ...).
     """
-    if prober.runner.single and len(items) > 1:  # one at a time, as the pipeline takes them
+    if prober.runner.single and len(items) > 1:  # one at a time, because the pipeline takes one
         made = []
         for i, item in enumerate(items):
             answers = outputs and {key: value[:, i : i + 1] for key, value in outputs.items()}
@@ -46,7 +46,7 @@ def reenter(
     latents = (x * coords.scale(s).to(x)).to(x.dtype)
     latents = torch.cat([latents, latents[:1].expand(len(pad), *x.shape[1:])])
     if outputs is not None:
-        # with the rows that fix the text length
+        # add outputs for the rows that fix the text length
         outputs = {
             key: torch.cat([v, v[:, :1].expand(-1, len(pad), *v.shape[2:])], 1).flatten(0, 2)
             for key, v in outputs.items()
@@ -70,30 +70,32 @@ def reenter(
 
 @dataclass(eq=False)
 class LoopBody:
-    """Callbacks of a run whose second iteration is ours: its time is set after set_timesteps, its
-    latents are returned by the first step."""
+    """Callbacks of a run whose second iteration is ours: after set_timesteps its time is set, and
+    the first step returns its latents."""
 
-    prober: Prober  # whose templates give the shapes of outputs
-    coords: Coords  # of the pipeline's scheduler
-    sigma: Tensor  # () fp64, of the iteration that is ours
+    prober: Prober  # its templates give the shapes of outputs
+    coords: Coords  # flow coordinates of the pipeline's scheduler
+    sigma: Tensor  # () fp64 noise level of our iteration
     time: float  # model time of sigma
-    latents: Tensor  # of all rows, in the pipeline's units
+    latents: Tensor  # latents of all rows, in the pipeline's units
     # answers of the networks in our iteration; None: they answer themselves
     outputs: dict[Key, Tensor] | None
-    ours: bool = False  # the second iteration has begun
-    calls: Counter[str] = field(default_factory=Counter)  # in this iteration, by component
-    prediction: Tensor | None = None  # given to the scheduler in our iteration
+    ours: bool = False  # whether the second iteration has begun
+    # component -> number of its calls in this iteration
+    calls: Counter[str] = field(default_factory=Counter)
+    prediction: Tensor | None = None  # prediction that the scheduler gets in our iteration
 
     def on_times(self, scheduler: Any) -> None:
         times, t = scheduler.timesteps, self.time
-        i = self.prober.begin  # loops may start late
+        i = self.prober.begin  # loops that start from a picture start late
         middle = times[i] + times[i + 1]
         middle = middle / 2 if times.is_floating_point() else middle // 2
         if t != int(t) and not times.is_floating_point():
             times = times.double()
         times = times.clone()
         if abs(times[i].item() - t) < 1e-6:
-            times[i] = middle  # schedulers look their index up by time: the two must differ
+            # schedulers look their index up by time, so the two times must differ
+            times[i] = middle
         times[i + 1] = t
         scheduler.timesteps = times
         sigmas, s = getattr(scheduler, "sigmas", None), self.sigma

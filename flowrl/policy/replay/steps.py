@@ -1,7 +1,7 @@
 """Put the scheduler's step under our control.
 
 A loop may move several latents in an iteration (a video and its sound, the frames of diffusion
-forcing): they are one state, side by side. It may also call step only to convert a prediction.
+forcing): they form one state, side by side. It may also call step only to convert a prediction.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from flowrl.policy.replay.errors import UnreplayableError
 
 @dataclass(frozen=True)
 class StepPattern:
-    """Which calls to scheduler.step an iteration makes."""
+    """The calls to scheduler.step in an iteration."""
 
-    # of each call to step in an iteration, whether it moves latents
+    # for each call to step in an iteration, whether it moves latents
     updates: tuple[bool, ...] = (True,)
-    # of a row of the latents that each update moves, where there are several
+    # for each update, shape of a row of its latents; (): there is one update only
     shapes: tuple[tuple[int, ...], ...] = ()
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Join the latents (P, *L) of an iteration's updates to its state."""
+        """Join the latents (P, *L) of an iteration's updates into its state."""
         return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)
 
     def split(self, state: Tensor) -> list[Tensor]:
@@ -45,8 +45,8 @@ class StepPattern:
 
 
 def read_pattern(iterations: list[list[dict[str, Any]]], rows: int) -> StepPattern:
-    """Read the pattern off the arguments of step in some iterations. A step whose latents a later
-    step of the same iteration gets as well only converts its prediction."""
+    """Read the pattern from the arguments of step in some iterations. If a later step of the same
+    iteration gets the same latents, the earlier one only converts its prediction."""
     found = {tuple(_updates(steps, rows)) for steps in iterations}
     if len(found) != 1:
         raise UnreplayableError(
@@ -74,22 +74,25 @@ def _updates(steps: list[dict[str, Any]], rows: int) -> Iterator[bool]:
 
 @dataclass(eq=False)
 class Stepper:
-    """What happens at each call to scheduler.step of a run, see Runner.run."""
+    """Handles each call to scheduler.step in a run, see Runner.run."""
 
     pattern: StepPattern  # the calls to step of an iteration
-    # sees each iteration: (prediction, time, latents)
+    # called with each iteration's (prediction, time, latents)
     on_step: Callable[[Tensor, Any, Tensor], None] | None
-    # gives latents that the loop goes on with; None: the scheduler's
+    # returns latents with which the loop goes on; None: the scheduler's
     following: Callable[[], Tensor | None] | None
-    on_done: Callable[[Tensor], None] | None  # sees the latents after each iteration
-    on_raw: Callable[[dict[str, Any]], None] | None  # sees the arguments of every call to step
+    on_done: Callable[[Tensor], None] | None  # called with the latents after each iteration
+    # called with the arguments of every call to step
+    on_raw: Callable[[dict[str, Any]], None] | None
     skip: bool  # the scheduler's own step is not called
     exact: bool = False  # latents that replace the scheduler's stay in their own type
-    at: int = 0  # of the iteration's steps
-    seen: list[dict[str, Any]] = field(default_factory=list)  # updates of the iteration
+    at: int = 0  # number of the next step in its iteration
+    # arguments of the iteration's updates so far
+    seen: list[dict[str, Any]] = field(default_factory=list)
     # latents after the updates of the iteration so far
     results: list[Tensor] = field(default_factory=list)
-    new: list[Tensor] | None = None  # what its latents become
+    # latents that replace those of the iteration; None: the scheduler's
+    new: list[Tensor] | None = None
 
     def __call__(self, given: dict[str, Any], real: Callable[[], Any]) -> Any:
         if self.on_raw is not None:
@@ -120,12 +123,13 @@ class Stepper:
         return new.to(sample.device, new.dtype if self.exact else sample.dtype, copy=True)
 
     def _result(self, given: dict[str, Any], real: Callable[[], Any], new: Tensor | None) -> Any:
-        """Return what step does, with the latents replaced by new."""
+        """Return the result of step, with the latents replaced by new."""
         if self.skip:
             moved = given["sample"] if new is None else new
             as_tuple = given.get("return_dict") is False
             return (moved,) if as_tuple else SimpleNamespace(prev_sample=moved)
-        result = real()  # step counters and multistep buffers stay valid
+        # call it in any case, so that step counters and multistep buffers stay valid
+        result = real()
         as_tuple = isinstance(result, tuple) and type(result) is tuple
         moved = result[0] if as_tuple else result.prev_sample
         self.results.append(moved if new is None else new)
@@ -147,10 +151,10 @@ def patched_scheduler(
     """Route step of this scheduler, and of copies of it, through stepper; on_times(scheduler) runs
     after each set_timesteps.
 
-    The class itself is patched, not replaced: some pipelines ask for a scheduler's type. Others'
-    schedulers of that class are left alone.
+    The class itself is patched, not replaced: some pipelines check a scheduler's type. Schedulers
+    of that class that belong to others work as before.
     """
-    # pipelines copy their scheduler: copies carry the mark, others' schedulers do not
+    # pipelines copy their scheduler: copies carry the mark, other schedulers do not
     cls, mark = type(scheduler), uuid.uuid4().hex
     signature = inspect.signature(cls.step)
     real_step, real_times = cls.step, cls.set_timesteps

@@ -12,20 +12,21 @@ from torch import Tensor
 
 from flowrl.policy.replay.arguments import Path, map_tensors
 
-ABOUT = {  # what may be asked of a tensor without its values
+ABOUT = {  # operators on a tensor that need no values
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype")),
     *(getattr(Tensor, name) for name in ("size", "dim", "numel", "__len__", "is_floating_point")),
 }
-LOGITS: Path = ("logits",)  # of all words for all tokens; encoders are asked for those of the last
+# logits of all words for all tokens; encoders are asked for those of the last token only
+LOGITS: Path = ("logits",)
 
 
 class Unread(Tensor):
     """A tensor of an answer without its values. The first operator that reads it calls `look`, and
-    gets what that returns, here and later. Its shape, type and device are known beforehand."""
+    gets the result, here and later. Its shape, type and device are known beforehand."""
 
     look: Callable[[], Tensor]
     where: torch.device
-    sized: bool  # whether its shape is that of what will be read
+    sized: bool  # whether its shape is known to be the shape of the values
     value: Tensor | None
 
     def read(self) -> Tensor:
@@ -47,13 +48,13 @@ class Unread(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """value with the tensors in its nested dicts, lists and tuples read."""
+    """Read the tensors in nested dicts, lists and tuples."""
     return map_tensors(lambda t: t.read() if isinstance(t, Unread) else t, value)
 
 
 def mapped(fn: Callable[[Path, Tensor], Tensor], value: Any, path: Path = ()) -> Any:
-    """The same answer with fn(path, tensor) in place of its tensors: in records of outputs, lists,
-    tuples, and objects that hold some (a distribution of latents)."""
+    """Replace the tensors of an answer by fn(path, tensor): in records of outputs, lists, tuples,
+    and objects that hold some (a distribution of latents)."""
     if isinstance(value, Tensor):
         return fn(path, value)
     if isinstance(value, dict):
@@ -68,15 +69,15 @@ def mapped(fn: Callable[[Path, Tensor], Tensor], value: Any, path: Path = ()) ->
 
 
 def leaves(answer: Any) -> dict[Path, Tensor]:
-    """The tensors of an answer, by the keys, positions and attributes that lead to them."""
+    """Map keys, positions and attributes to the tensors of an answer."""
     found: dict[Path, Tensor] = {}
     mapped(lambda path, t: found.setdefault(path, t), answer)
     return found
 
 
 def unread(answers: list[Any], where: torch.device, look: Callable[[Path], Tensor]) -> Any:
-    """Answers to a row each, or to one question, as one answer of which nothing is read. look: what
-    the tensor at a path is."""
+    """Make one answer, of which nothing is read yet, from answers to one row each, or to one
+    question. look: path -> value of the tensor there."""
     others = [leaves(answer) for answer in answers[1:]]
 
     def one(path: Path, t: Tensor) -> Tensor:
@@ -93,6 +94,6 @@ def unread(answers: list[Any], where: torch.device, look: Callable[[Path], Tenso
 
 
 def row_axis(t: Tensor) -> int | None:
-    """The axis that is the row of an answer to a single one; None where it cannot be told."""
+    """Find the axis of rows in an answer to a single row; None if it is not unique."""
     ones = [k for k, size in enumerate(t.shape) if size == 1]
     return ones[0] if 0 in ones or len(ones) == 1 else None  # some networks have tokens first

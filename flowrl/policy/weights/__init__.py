@@ -1,1 +1,1 @@
-"""Weights of a policy: what is trained, where it lies, in which type, how it is called."""
+"""Weights of a policy: the trained parts, their places, types and forwards."""

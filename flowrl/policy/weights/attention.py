@@ -18,8 +18,8 @@ def set_attention(
     networks: Iterable[nn.Module], name: str | None, device: torch.device | None = None
 ) -> None:
     """Let the networks compute attention by backend `name` (native, flash, sage, xformers, ...);
-    None: by diffusers' own choice. A warning where a network's processors know no backends.
-    device: where they compute; None: where their weights are.
+    None: by diffusers' own choice. It warns if a network's processors know no backends. device:
+    where they compute; None: where their weights are.
 
     ValueError for a name that diffusers does not know, or one that does not work on this machine in
     the networks' type, gradient included.
@@ -42,7 +42,7 @@ def set_attention(
 
 
 def find(name: str) -> Any:
-    """diffusers' member for a name."""
+    """Return diffusers' member for a name."""
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     names = [member.value for member in AttentionBackendName]
@@ -56,14 +56,14 @@ def find(name: str) -> Any:
 
 
 def try_out(backend: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """One small attention, forward and backward; ValueError where it fails."""
+    """Try one small attention, forward and backward; ValueError if it fails."""
     from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 
     q = torch.zeros(1, 128, 2, 64, device=device, dtype=dtype, requires_grad=True)
     try:
-        with attention_backend(backend):  # checks that its package is there
+        with attention_backend(backend):  # attention_backend checks that its package is installed
             dispatch_attention_fn(q, q, q).sum().backward()
-    except Exception as error:  # each backend has its own
+    except Exception as error:  # each backend raises errors of its own
         if ran_out(error):
             raise
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The repeated blocks of a network: what is gathered, compiled or moved as a unit."""
+"""The repeated blocks of a network: each is gathered, compiled or moved as a unit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import nn
 def blocks(network: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a network in the order of its modules; none lies within another.
 
-    Of diffusers and transformers models the classes that they list themselves (`_repeated_blocks`,
-    `_no_split_modules`), the innermost where they are nested, as in UNets; else the members of the
-    outermost lists of two modules or more.
+    For models of diffusers and transformers, blocks are of the classes that they list themselves
+    (`_repeated_blocks`, `_no_split_modules`), the innermost if they are nested, as in UNets; for
+    others, blocks are the members of the outermost lists of two modules or more.
     """
     named = _of_classes(network, _listed(network))
     return named if len(named) > 1 else _members(network)
@@ -23,7 +23,7 @@ def _listed(network: nn.Module) -> set[str]:
 
 
 def _of_classes(network: nn.Module, names: set[str]) -> list[nn.Module]:
-    """Modules of these classes that hold no other of them."""
+    """Find the modules of these classes that hold no other of them."""
     found = [m for m in network.modules() if type(m).__name__ in names and _weighs(m)]
     chosen = set(map(id, found))
     return [m for m in found if sum(id(inner) in chosen for inner in m.modules()) == 1]

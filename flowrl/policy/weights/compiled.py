@@ -20,26 +20,29 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.text import printable
 
 BACKEND = "inductor"
-FORWARDS = 16  # by which something is compiled; those whose FLOPs are counted are not
-GRAPHS = 256  # most compiled graphs of a block; torch gives up after 8 and runs it as it is
+# number of forwards after which torch must have compiled something; forwards whose FLOPs are
+# counted are not compiled
+FORWARDS = 16
+# most compiled graphs of a block; by default torch gives up after 8 and runs it uncompiled
+GRAPHS = 256
 
 
 @dataclass(eq=False)
 class Compiled:
-    """A policy's compiled blocks, and what pads its batches to the sizes they are compiled for."""
+    """A policy's compiled blocks; it pads batches to the sizes for which they are compiled."""
 
     blocks: list[nn.Module]  # modules that are compiled in place
-    sizes: set[int] = field(default_factory=set)  # numbers of rows that they were compiled for
+    sizes: set[int] = field(default_factory=set)  # numbers of rows for which they were compiled
     failed: bool = False  # the blocks run uncompiled
-    forwards: int = 0  # so far
+    forwards: int = 0  # number of forwards so far
 
     def run(
         self, velocity: Callable[[Request], tuple[Tensor, int]], request: Request
     ) -> tuple[Tensor, int]:
-        """velocity(request), on a batch of a size that the blocks are compiled for, and by
-        uncompiled blocks where they cannot be compiled."""
+        """Return velocity(request), on a batch of a size for which the blocks are compiled, or by
+        uncompiled blocks if they cannot be compiled."""
         n = len(request.x)
-        if (size := self.size(n)) > n:  # the first rows again, whose results nobody reads
+        if (size := self.size(n)) > n:  # pad with the first rows, whose second results are dropped
             request = request.take(torch.arange(size, device=request.x.device) % n)
         try:
             v, rows = velocity(request)
@@ -61,14 +64,15 @@ class Compiled:
         return min(fitting, default=rows)
 
     def off(self) -> None:
-        """Run the blocks as they are."""
+        """Run the blocks uncompiled."""
         for block in self.blocks:
             block._compiled_call_impl = None
 
     def check(self) -> None:
-        """Warn where torch silently leaves the blocks as they are, as it does on some machines."""
+        """Warn if torch silently leaves the blocks uncompiled, as it does on some machines."""
         self.forwards += 1
-        idle = bool(self.blocks) and not self.failed  # a rehearsal pads rows and compiles nothing
+        # without blocks, this is a rehearsal: it pads rows and compiles nothing
+        idle = bool(self.blocks) and not self.failed
         if idle and self.forwards == FORWARDS and not compiled_graphs():
             self.failed = True
             logger.warning(
@@ -90,7 +94,7 @@ class Compiled:
 
 
 def of_compiler(error: Exception) -> bool:
-    """Tell whether an error is one of compiling, or of a Triton kernel that does not start here."""
+    """Tell whether an error comes from compiling, or from a Triton kernel that does not start."""
     from torch._dynamo.exc import TorchDynamoException
 
     theirs = type(error).__module__.partition(".")[0] == "triton"

@@ -23,18 +23,18 @@ from flowrl.policy.weights.lora import write
 from flowrl.samplers import keys
 from flowrl.types import Transition
 
-WIDTH = 64  # of the hidden layers, and of an embedded prompt
-WAVES = 6  # sinusoids of sigma
+WIDTH = 64  # width of the hidden layers, and of an embedded prompt
+WAVES = 6  # number of sinusoids of sigma
 
 
 def channel_axis(shape: tuple[int, ...]) -> int:
-    """Which axis of latents (*L) holds channels: the last of two (tokens, poses), else the
+    """Find the axis of latents (*L) that holds channels: the last of two (tokens, poses), else the
     first."""
     return 1 if len(shape) == 2 else 0
 
 
 class PolicyHead(nn.Module):
-    """sigma (n,) and prompts (n, d) -> (n, outputs), 0 at the start."""
+    """A network sigma (n,), prompts (n, d) -> (n, outputs), which is 0 at the start."""
 
     name = ""
 
@@ -51,18 +51,19 @@ class PolicyHead(nn.Module):
         last: Any = self.layers[-1]
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
-        self.directions: dict[int, Tensor] = {}  # (d, 64) of each width of prompts that was seen
+        self.directions: dict[int, Tensor] = {}  # width of prompts d -> (d, 64) directions
 
     def outputs(self, sigma: Tensor, prompt: Tensor | None) -> Tensor:
         waves = torch.pi * sigma[:, None] * 2.0 ** torch.arange(WAVES, device=sigma.device)
         inputs = torch.cat([sigma[:, None], waves.sin(), waves.cos()], 1)
-        with torch.autocast(inputs.device.type, enabled=False):  # equal in rollout and loss
+        # without autocast, so that outputs are equal in rollout and loss
+        with torch.autocast(inputs.device.type, enabled=False):
             nothing = inputs.new_zeros(len(inputs), WIDTH)
             embedded = nothing if prompt is None else self.embedded(prompt)
             return self.layers(torch.cat([inputs, embedded], 1))
 
     def embedded(self, prompt: Tensor) -> Tensor:
-        """Bring embeddings (n, d) to (n, 64), of root mean square 1 or less."""
+        """Project embeddings (n, d) to (n, 64), with root mean square 1 or less."""
         size = prompt.shape[1]
         if size not in self.directions:
             drawn = keys.gaussian(keys.key("features", torch.arange(size)), (WIDTH,))
@@ -72,8 +73,8 @@ class PolicyHead(nn.Module):
 
 
 class StepNoise(PolicyHead):
-    """Standard deviation of a sampling step, by sigma, prompt and channel; never outside [least,
-    most], whatever the weights are."""
+    """Standard deviation of a sampling step, by sigma, prompt and channel; it stays in [least,
+    most] for any weights."""
 
     name = "step_noise"
 
@@ -82,10 +83,10 @@ class StepNoise(PolicyHead):
         super().__init__(shape[self.axis], shape, options)
 
     def forward(self, sigma: Tensor, prompt: Tensor | None, most: Tensor) -> Tensor:
-        """sigma, most (n,): the upper bound -> std (n, C, 1, ...), C where channels are.
+        """Compute std (n, C, 1, ...), with C on the axis of channels; most (n,): its upper bound.
 
-        log std^2 = low + (high - low) (tanh(h) + 1) / 2, low and high of the bounds; h = 0 is their
-        geometric mean.
+        log std^2 = low + (high - low) (tanh(h) + 1) / 2, with low and high from the bounds; h = 0
+        is their geometric mean.
         """
         h = self.outputs(sigma.float(), prompt)
         low = 2 * torch.tensor(self.options["least"], device=h.device).log()
@@ -110,7 +111,8 @@ class InitialNoise(PolicyHead):
     def forward(self, prompt: Tensor | None, rows: int, device: torch.device) -> Transition:
         """Return the Gaussian of `rows` samples: mean and std (n, *L)."""
         at_noise = torch.ones(rows, device=device)
-        bounded = nn.functional.softsign(self.outputs(at_noise, prompt))  # no corner holds it
+        # softsign approaches its bounds so slowly that no output gets stuck at one
+        bounded = nn.functional.softsign(self.outputs(at_noise, prompt))
         mean, log_std = bounded.chunk(2, 1)
         spread = torch.tensor(self.options["spread"], device=device).log()
         return Transition(
@@ -144,7 +146,7 @@ def make(
 
 
 def on_shell(z: Tensor, noise: Tensor) -> Tensor:
-    """Scale z (n, *L) to the norms of noise (n, *L): a generator knows noise of norm about
+    """Scale z (n, *L) to the norms of noise (n, *L): a generator expects noise of norm about
     sqrt(D)."""
     axes = tuple(range(1, z.ndim))
     sizes = (torch.linalg.vector_norm(t, dim=axes, keepdim=True) for t in (noise, z))
@@ -157,7 +159,7 @@ def on_shell(z: Tensor, noise: Tensor) -> Tensor:
 
 
 def save(heads: Mapping[str, nn.Module], folder: Path) -> list[Path]:
-    """Write each head's weights to a file, with what makes the head."""
+    """Write each head's weights to a file, with the options that make the head."""
     from safetensors.torch import save as packed
 
     files = []

@@ -22,10 +22,11 @@ from flowrl.runtime.store import side_files
 from flowrl.runtime.store.side_files import FileModel, shortened
 
 FILE = "pytorch_lora_weights.safetensors"
-SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
-BESIDE = "adapter_config.json"  # beside peft's own file, adapter_model.safetensors
+SETTINGS = "flowrl.json"  # file beside exported weights: settings that load_policy(lora=...) takes
+BESIDE = "adapter_config.json"  # file beside peft's own weights, adapter_model.safetensors
 SLOTS = ("transformer", "unet")  # names of denoisers in files
-METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's config
+# key of a file's header under which the adapter's config is kept
+METADATA = "lora_adapter_metadata"
 
 
 class Settings(FileModel):
@@ -41,9 +42,9 @@ class Settings(FileModel):
 
 
 def files_of(pipe: Any, modules: Mapping[str, Any]) -> dict[str, str]:
-    """Name the file of each network's LoRA. A network that the pipeline's file has no place for
-    (Wan 2.2's second) gets its own, as diffusers expects; where text encoders have no place, all is
-    one file in our format."""
+    """Name the file of each network's LoRA. A network without a place in the pipeline's file (Wan
+    2.2's second) gets a file of its own, as diffusers expects; if text encoders have no place, all
+    networks share one file in our format."""
     places = placed_in(pipe)
     ours = any(name.startswith("text_encoder") and name not in places for name in modules)
     whole = {*modules} if ours or not places else places
@@ -51,24 +52,24 @@ def files_of(pipe: Any, modules: Mapping[str, Any]) -> dict[str, str]:
 
 
 def placed_in(pipe: Any) -> set[str]:
-    """Names of networks whose LoRA the pipeline's own file holds, in diffusers' format."""
+    """Name the networks whose LoRA the pipeline's own file holds, in diffusers' format."""
     save = getattr(pipe, "save_lora_weights", None)
     known = [] if save is None else inspect.signature(save).parameters
     return {name.removesuffix("_lora_layers") for name in known if name.endswith("_lora_layers")}
 
 
 def slot_of(name: str) -> str:
-    """The name of a network in a file: Wan 2.2's second has that of the first."""
+    """Return the name of a network in a file: Wan 2.2's second has that of the first."""
     return next((slot for slot in SLOTS if name.startswith(slot)), name)
 
 
 def exported(parts: TrainedParts) -> dict[str, Tensor]:
-    """Return the adapter by name with alpha / rank in B, so that it does the same with alpha =
-    rank, which readers assume that see no alpha."""
+    """Return the adapter by name with alpha / rank in B, so that it has the same effect with alpha
+    = rank, which readers assume if they do not read alpha."""
     factor = parts.options["alpha"] / parts.options["rank"]
     return {
         name: (p.detach() * factor if ".lora_B." in name else p.detach()).cpu().contiguous()
-        for name, p in parts.named().items()  # without heads
+        for name, p in parts.named().items()  # LoRA alone, without heads
     }
 
 
@@ -103,26 +104,25 @@ def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write(file: Path, content: bytes) -> Path:
-    """Write the bytes of a safetensors file with its header in the order of names; the library
-    draws the order of metadata anew each time."""
+    """Write the bytes of a safetensors file with its header sorted by name; the library writes
+    metadata in a random order."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     if METADATA in (metadata := header.get("__metadata__", {})):
         metadata[METADATA] = json.dumps(json.loads(metadata[METADATA]), sort_keys=True)
     head = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)  # tensors start at a multiple of 8
+    head += b" " * (-len(head) % 8)  # pad the header, so that tensors start at a multiple of 8
     return disk.write(file, len(head).to_bytes(8, "little") + head + content[8 + length :])
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings of exported adapters, as `load_policy(lora=...)` takes them, and
-    "parts"."""
+    """Read the settings of exported adapters, in the form of load_policy(lora=...), and "parts"."""
     return side_files.read(path, Settings, again="export the LoRA again: resume its run")
 
 
 def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Read the weights of a file, and configs of its adapters, from its header or from peft's file
-    beside it, by what stands before the names of their fields."""
+    """Read the weights of a file, and the configs of its adapters by the prefix of their fields,
+    from its header or from peft's file beside it."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
@@ -148,7 +148,7 @@ def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
 
 
 def found(path: Path, name: str) -> Path:
-    """Find the file that a path stands for: itself, or in a folder the one of this name, or the
+    """Find the file behind a path: the path itself, or in a folder the file of this name, or the
     only one."""
     if path.is_file() and name != FILE:
         path = path.parent / name

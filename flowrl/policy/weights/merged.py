@@ -1,7 +1,7 @@
-"""Save a network with adapters in its layers as one without: each weight with what they add.
+"""Save a network with adapters in its layers as one without: their sum is added to the weights.
 
-`pipe.save_pretrained` would else write the names of the layers that hold them, which no pipeline
-loads.
+Otherwise `pipe.save_pretrained` would write the names of the layers that hold adapters, which no
+pipeline loads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flowrl.policy.weights.quantised import is_quantised
 
 
 def save_merged(module: nn.Module) -> None:
-    """From now on module.save_pretrained writes merged weights, the network as it computes."""
+    """Let module.save_pretrained write merged weights from now on."""
     if not hasattr(module, "save_pretrained") or "save_pretrained" in vars(module):
         return
     # pipelines look at the signature; a copy of the module gets a partial of its own
@@ -33,7 +33,8 @@ def _save(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             " save the LoRA alone (policy.save_lora), or load the pipeline without quantize"
         )
     hook = module.register_state_dict_post_hook(_merge)
-    loaded = vars(module).pop("_hf_peft_config_loaded", False)  # transformers: adapters alone
+    # with this attribute, transformers would save the adapters alone
+    loaded = vars(module).pop("_hf_peft_config_loaded", False)
     try:
         if any("_ip." in key for key in module.state_dict()):
             raise ValueError(
@@ -50,7 +51,8 @@ def _merge(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> 
     for name, layer in module.named_modules():
         own = f"{prefix}{name}."
         inside = [key for key in state if key.startswith(own)]
-        if not hasattr(layer, "get_base_layer") or not inside:  # within a layer that is merged
+        # the layer has no adapters, or lies within a layer that was merged
+        if not hasattr(layer, "get_base_layer") or not inside:
             continue
         for key in inside:
             del state[key]

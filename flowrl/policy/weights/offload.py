@@ -3,8 +3,8 @@
 Three kinds of weights take turns. Text encoders (model.encoders=leave) are on the device only while
 a prompt is new. Denoisers (model.offload=denoiser) leave it when media are decoded and scored, or
 when a text encoder comes, and are back at their next forward. Networks of rewards
-(model.offload=all) are there from the first score to that forward. Weights that are frozen never
-change, so that to leave is to let go of the copy on the device: nothing is written back.
+(model.offload=all) are there from the first score to that forward. Frozen weights never change, so
+to leave the device is to free the copy there: nothing is written back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowrl.policy.weights.waiting import Waiting, put, tensors_of
 
 
 class OffloadedWeights:
-    """Weights that have their place in host memory, and a copy on the device while it is used."""
+    """Weights whose place is host memory, with a copy on the device while it is used."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
         self.tensors, self.device = list(tensors), device
@@ -37,26 +37,26 @@ class OffloadedWeights:
             self.here, self.visits = True, self.visits + 1
 
     def leave(self) -> None:
-        """Let go of the copy on the device. No graph whose gradient is still to come may have read
-        it."""
+        """Free the copy on the device. It must not have been read by a graph whose gradient is
+        still to come."""
         for tensor, kept in zip(self.tensors, self.kept, strict=True):
             tensor.data = kept
         self.here = False
 
 
 class Turns:
-    """Decides who is on the device: text encoders, denoisers or rewards, those of them that leave
-    it. waiting: denoisers that come a block at a time, until they are split over processes."""
+    """Decides which of the weights that may leave are on the device: text encoders, denoisers or
+    rewards. waiting: denoisers that come a block at a time, until they are split over processes."""
 
     def __init__(self, device: torch.device, waiting: Waiting | None = None) -> None:
         self.device = device
         self.waiting = waiting
         self.encoders: OffloadedWeights | None = None
         self.denoisers: OffloadedWeights | None = None
-        self.takes_scorers = False  # networks of rewards take turns, too
-        self.scorers: list[OffloadedWeights] = []  # of each set of rewards
-        self.open = 0  # runs of the pipeline, one within another, that are going on
-        self.instead = False  # encoders may take the place of the denoisers
+        self.takes_scorers = False  # whether networks of rewards take turns, too
+        self.scorers: list[OffloadedWeights] = []  # weights of each set of rewards
+        self.open = 0  # number of runs of the pipeline in progress, one within another
+        self.instead = False  # whether encoders may take the place of the denoisers
 
     @property
     def used(self) -> bool:
@@ -70,13 +70,14 @@ class Turns:
         self.encoders = OffloadedWeights(tensors, self.device)
         self.encoders.leave()
         for network in networks:
-            for module in network.modules():  # pipelines call parts of theirs, too
+            # every module, because pipelines call parts of their encoders, too
+            for module in network.modules():
                 module.register_forward_pre_hook(self._encode)
 
     def offload(self, networks: Mapping[str, nn.Module], *, scorers: bool = False) -> None:
         """Let the frozen weights of a policy's networks wait in host memory from `rest` to their
         next forward. scorers: networks of rewards take turns with them (RewardSet.beside).
-        ValueError where they cannot."""
+        ValueError if the weights cannot leave."""
         if not networks:
             raise ValueError(
                 "model.offload: the model is a generator, which has no weights to move;"
@@ -84,17 +85,19 @@ class Turns:
             )
         if not self.used:  # the networks may have been moved since they were loaded
             self.device = next(next(iter(networks.values())).parameters()).device
-        if self.denoisers is None:  # else by a run before, of the same live policy
+        # an earlier run of the same live policy may have sent them already
+        if self.denoisers is None:
             self.send_denoisers(networks)
         self.takes_scorers = scorers
 
     def send_denoisers(self, networks: Mapping[str, nn.Module]) -> None:
         """Let the frozen weights of these networks, quantised ones too, leave from now on;
-        ValueError where they are trained."""
+        ValueError if they are trained."""
         tensors = unique(t for name, net in networks.items() for t in frozen(name, net))
         self.denoisers = OffloadedWeights(tensors, self.device)
         for network in networks.values():
-            for module in (network, *network.children()):  # blocks below may be compiled
+            # no deeper modules, because the blocks below may be compiled
+            for module in (network, *network.children()):
                 module.register_forward_pre_hook(self._denoise)
 
     def send_scorers(self, networks: Iterable[nn.Module]) -> Callable[[], None]:
@@ -113,7 +116,7 @@ class Turns:
         return come
 
     def end_waiting(self) -> None:
-        """Stop bringing blocks of denoisers when they run, as the denoisers are to be split."""
+        """Stop bringing blocks of denoisers when they run, because the denoisers will be split."""
         if self.waiting is not None:
             self.waiting.end()
             self.waiting = None
@@ -132,7 +135,7 @@ class Turns:
         self.summon()
 
     def summon(self) -> None:
-        """Bring the denoisers, and send away whoever is in their place."""
+        """Bring the denoisers, and send away the weights in their place."""
         if self.denoisers is not None and not self.denoisers.here:
             self.scored()
             if self.encoders is not None and self.encoders.here:
@@ -140,13 +143,13 @@ class Turns:
             self.denoisers.come()
 
     def rest(self) -> None:
-        """Send the denoisers away, which are not needed for a while; no gradient through them may
-        be still to come."""
+        """Send the denoisers away, because they are not needed for a while; no gradient through
+        them may be still to come."""
         if self.denoisers is not None and self.denoisers.here:
             self.denoisers.leave()
 
     def scored(self) -> None:
-        """Send the networks of rewards away, as others need the device."""
+        """Send the networks of rewards away, because others need the device."""
         for guest in self.scorers:
             if guest.here:
                 guest.leave()
@@ -155,7 +158,7 @@ class Turns:
     def running(self, pipe: Any, *, instead: bool = False) -> Iterator[None]:
         """Inside, the pipeline computes on our device, wherever its parts are; encoders that came
         leave at the end of the outermost run. instead: encoders may take the place of the
-        denoisers, since no gradient is to come."""
+        denoisers, because no gradient is to come."""
         before = self.instead
         self.open, self.instead = self.open + 1, before or instead
         try:
@@ -168,8 +171,8 @@ class Turns:
 
 
 def stubbed(module: nn.Module) -> bool:
-    """Whether something answers in place of a module; if that calls the module after all, it calls
-    its parts."""
+    """Whether a stub answers in place of a module; if the stub calls the module after all, it
+    calls its parts."""
     return "forward" in module.__dict__
 
 
@@ -200,14 +203,14 @@ def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def hosted(value: Tensor, device: torch.device) -> Tensor:
-    """Copy to host memory, which is pinned where that makes the way to the device faster."""
+    """Copy to host memory, which is pinned if that makes transfers to the device faster."""
     there = value.cpu()
     return there.pin_memory() if device.type == "cuda" else there
 
 
 @contextlib.contextmanager
 def computing_on(pipe: Any, device: torch.device) -> Iterator[None]:
-    """Inside, `pipe` takes this for its device; diffusers asks the first of its parts."""
+    """Inside, `pipe.device` is this device; diffusers would ask the first of its parts."""
     kind, names = type(pipe), ("device", "_execution_device")
     answers = {
         name: property(_device_of(getattr(kind, name, None), pipe, device)) for name in names
@@ -217,5 +220,5 @@ def computing_on(pipe: Any, device: torch.device) -> Iterator[None]:
 
 
 def _device_of(usual: Any, pipe: Any, device: torch.device) -> Any:
-    """What answers for the device: ours for this pipeline, the usual for others of its class."""
+    """Return our device for this pipeline, and the usual answer for others of its class."""
     return lambda own: device if own is pipe else usual.__get__(own, type(own))

@@ -1,4 +1,4 @@
-"""What is trained, and its views: the current weights, an older copy, the frozen reference.
+"""The trained weights and their views: the current weights, an older copy, the frozen reference.
 
 Optimizer, EMA and checkpoints read `by_part` and `tensors` and nothing else.
 """
@@ -20,7 +20,7 @@ from flowrl.policy.weights.quantised import is_quantised, silence
 from flowrl.policy.weights.targets import options_of, targets_of
 from flowrl.runtime.processes import shares
 
-TEXT = "text_encoder"  # names of text encoders begin with it, as diffusers calls them
+TEXT = "text_encoder"  # prefix of text encoders' names, in diffusers' convention
 
 
 class TrainedParts:
@@ -28,32 +28,33 @@ class TrainedParts:
 
     They are LoRA adapters of `modules` or, without lora, all weights of `modules`, and the heads
     beside these (weights/heads.py). All of them are fp32. A view is one set of values for all of
-    them: "default" is what is trained, "reference" what it was before, others are copies that a
-    method keeps. LoRA has one adapter a view, and the layers switch between them; all other weights
-    change places with the copies of a view.
+    them: "default" has the trained values, "reference" the values before training, others are
+    copies that a method keeps. LoRA has one adapter for each view, and the layers switch between
+    them; all other weights change places with the copies of a view.
     """
 
     def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
-        self.modules = modules  # networks as loaded, never wrapped
+        self.modules = modules  # component name -> network as it was loaded, never wrapped
         if not isinstance(lora, Mapping | None):
             raise ValueError(
                 f"lora={lora!r} should be a mapping, such as {{'rank': 8, 'alpha': 16}}"
             )
         self.lora = None if lora is None else dict(lora)
         self.options = options_of(lora or {})
-        self.heads: dict[str, nn.Module] = {}  # small networks that are trained in full
-        # values of the views, by name of the weight: heads, and in full mode all weights
+        self.heads: dict[str, nn.Module] = {}  # name -> small network that is trained in full
+        # view -> weight -> value: for heads, and in full mode for all weights
         self.copies: dict[str, dict[str, Tensor]] = {}
-        self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
-        self.matrices: dict[str, list[nn.Linear]] = {}  # LoRA's A and B of each view
+        self.targets: dict[str, list[str]] = {}  # component -> names of the layers with LoRA
+        self.matrices: dict[str, list[nn.Linear]] = {}  # view -> A and B of its LoRA
         self.beneath: list[nn.Linear] = []  # A and B of adapters that came with the network
-        # our adapters that are on in each view; on top of those that a layer came with
+        # view -> our adapters that are on in it, on top of those with which a layer came
         self.views: dict[str, tuple[str, ...]] = {"reference": ()}
         self.standing = {} if lora is None else standing(modules.values())
-        self.compared: dict[tuple[str, str], tuple[Any, bool]] = {}  # pairs of views, see same
-        self.active = "default"  # the view whose values the networks compute with
-        self.wide = False  # full mode: weights were made fp32
-        self.frozen = not modules  # the weights of `modules` are not trained for now
+        # pair of views -> (their versions, whether they are equal), see same
+        self.compared: dict[tuple[str, str], tuple[Any, bool]] = {}
+        self.active = "default"  # view with whose values the networks compute
+        self.wide = False  # full mode: whether the weights were made fp32
+        self.frozen = not modules  # whether the weights of `modules` are not trained for now
         if lora is None:
             self.thaw(True)
         else:
@@ -63,8 +64,8 @@ class TrainedParts:
     # which weights
 
     def named(self, view: str = "default") -> dict[str, nn.Parameter]:
-        """Parameters of a view by stable name, "<component>.<path>", without heads; read live, so
-        sharded replacements are seen."""
+        """Return the parameters of a view by stable name, "<component>.<path>", without heads; they
+        are looked up in each call, so sharded replacements are found."""
         if self.frozen:
             return {}
         if self.lora is None and not self.wide:
@@ -79,11 +80,11 @@ class TrainedParts:
 
     @property
     def part_names(self) -> list[str]:
-        """Names in train.parts of what `modules` are, each once."""
+        """Return the names in train.parts that `modules` belong to, each once."""
         return list(dict.fromkeys(map(part_of, self.modules)))
 
     def by_part(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{"denoiser": {name: parameter}, "text_encoder": ..., and the heads}."""
+        """Return {"denoiser": {name: parameter}, "text_encoder": ..., and the heads}."""
         out: dict[str, dict[str, nn.Parameter]] = {}
         for name, weight in {**self.named(), **self._of_heads()}.items():
             component = name.partition(".")[0]
@@ -99,25 +100,25 @@ class TrainedParts:
         }
 
     def _whole(self) -> dict[str, nn.Parameter]:
-        """Weights that have copies for other views: all but LoRA."""
+        """Return the weights that have copies for other views: all but LoRA."""
         return {**(self.named() if self.lora is None else {}), **self._of_heads()}
 
     def freeze(self, on: bool = True) -> None:
-        """Train none of the weights of `modules` (on), or as before; heads are always trained."""
+        """Train none of the weights of `modules` (on), or train them again; heads always train."""
         self.frozen = False
         self.thaw(not on)
         self.frozen = on or not self.modules
 
     def thaw(self, on: bool) -> None:
-        """Ask for gradients of the weights of `modules` that are trained (on), or of none; never of
-        quantised weights."""
+        """Ask for gradients of the trained weights of `modules` (on), or for none; quantised
+        weights never get one."""
         weights = [p for m in self.modules.values() for p in m.parameters()]
         for weight in weights if self.lora is None else self.named().values():
             weight.requires_grad_(on and not is_quantised(weight))
 
     def set_heads(self, made: Mapping[str, nn.Module] | None) -> None:
-        """Train these heads in place of others; their present values are the view "reference".
-        None: no heads."""
+        """Train these heads in place of earlier ones; their present values are the view
+        "reference". None: no heads."""
         for values in self.copies.values():
             for key in self._of_heads():
                 values.pop(key, None)
@@ -125,7 +126,7 @@ class TrainedParts:
         self._copy_missing("reference", self._of_heads())
 
     def head(self, name: str) -> nn.Module:
-        """The head of this name; ValueError where there is none."""
+        """Return the head of this name; ValueError if there is none."""
         if name not in self.heads:
             raise ValueError(
                 f"this policy has no head {name}; add it to train.parts, or train with a method"
@@ -134,7 +135,7 @@ class TrainedParts:
         return self.heads[name]
 
     def needs_lora(self) -> None:
-        """ValueError where no LoRA is trained."""
+        """ValueError if no LoRA is trained."""
         if self.lora is None or self.frozen:
             raise ValueError(
                 "this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}"
@@ -148,22 +149,22 @@ class TrainedParts:
             self.targets = targets_of(self.modules, self.options["targets"])
         name = view
         while any(name in getattr(m, "peft_config", {}) for m in self.modules.values()):
-            name += "_"  # the pipeline came with one of that name
-        # the weights of the layers may wait in host memory, where a new adapter would be made
+            name += "_"  # the pipeline came with an adapter of that name
+        # peft would make a new adapter with the layer's weights, which may wait in host memory
         device = None if view == "default" else next(iter(self.named().values())).device
         self.views[view] = (name,)
         for part, module in self.modules.items():
             if view == "default":
                 module.requires_grad_(False)
                 save_merged(module)
-                # wherever it is called from: a loop, a replay, a check
+                # a hook, because loop, replay and check call the network in different ways
                 module.register_forward_pre_hook(self._refresh)
             _inject(module, self._config(part), name)
             for layer in _layers(module):
                 layer.set_adapter(self.views["default"][0])  # no gradient for other adapters
             for key, p in module.named_parameters():
                 if f".{name}." in key:
-                    # fp32 whatever the frozen dtype: small updates would round away
+                    # fp32 for any frozen dtype: small updates would round away
                     p.data = p.data.to(device, torch.float32)
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
         self.matrices[view] = matrices(self.layers, name)
@@ -178,14 +179,14 @@ class TrainedParts:
         self._activate(self.active)
 
     def _refresh(self, *call: Any) -> None:
-        """Before a forward: the bf16 copies of the active view follow their masters."""
+        """Before a forward, update the active view's bf16 copies from their masters."""
         view = "default" if self.frozen else self.active  # frozen adapters are never switched
         for matrix in (*self.matrices.get(view, ()), *self.beneath):
             if isinstance(matrix, Master):
                 matrix.refresh()
 
     def _config(self, part: str) -> Any:
-        """peft's LoraConfig of a component."""
+        """Make peft's LoraConfig of a component."""
         from peft import LoraConfig
 
         return LoraConfig(
@@ -198,8 +199,8 @@ class TrainedParts:
     def _widen(self) -> None:
         """Make the weights fp32 for full mode, since small updates of bf16 would round away.
 
-        This happens when they are first asked for, so that a policy that only samples keeps the
-        memory it was loaded with. Inputs in lower precision are widened as they come in.
+        This happens when they are first asked for, so that a policy that only samples needs no
+        more memory than after loading. A hook widens inputs of lower precision.
         """
         for part, module in self.modules.items():
             if any(is_quantised(p) for p in module.parameters()):
@@ -246,13 +247,13 @@ class TrainedParts:
             self.copy("default", name, 0.0)
 
     def _copy_missing(self, view: str, weights: Mapping[str, nn.Parameter]) -> None:
-        """Copy the current values of those of these weights that have none in a view."""
+        """Copy the current values of these weights into a view, for those without a value there."""
         values = self.copies.setdefault(view, {})
         values |= {key: p.detach().clone() for key, p in weights.items() if key not in values}
 
     def tensors(self, view: str = "default") -> dict[str, Tensor]:
-        """Values of a view by parameter name, sharing storage with it; shares of them, where the
-        trained weights are split over processes."""
+        """Return the values of a view by parameter name, sharing storage with it; only this
+        process's shares, if the trained weights are split over processes."""
         added = view == "default" or self.has(view)
         values = self._values(view) if added else {}
         if not added or not values.keys() >= self._of_heads().keys():
@@ -264,8 +265,8 @@ class TrainedParts:
         return {key: p.detach() for key, p in adapters.items()} | values
 
     def _values(self, view: str) -> dict[str, Tensor]:
-        """Values of a view of the weights that have copies; those of the active view are in the
-        parameters, whose own then lie in its place."""
+        """Return a view's values of the weights that have copies; the active view's values are in
+        the parameters, and the parameters' own are in its place."""
         weights = self._whole()
         if view == self.active:
             return {key: p.detach() for key, p in weights.items()}
@@ -273,14 +274,14 @@ class TrainedParts:
         return {key: values[key] for key in weights if key in values}
 
     def state(self, view: str = "default") -> dict[str, Tensor]:
-        """Values of a view by parameter name, copied to the CPU; where the trained weights are
+        """Copy the values of a view to the CPU, by parameter name; if the trained weights are
         split, all processes ask together."""
         return {k: shares.whole(v).cpu().clone() for k, v in self.tensors(view).items()}
 
     def same(self, a: str, b: str) -> bool:
         """Whether two views of LoRA weights are equal bit for bit, so that one forward serves both
-        (in full mode: not compared, False). They are compared once for as long as neither is
-        written."""
+        (in full mode they are not compared: False). They are compared once for as long as neither
+        is written."""
         if self.lora is None:
             return False
         now, known = (self._versions(a), self._versions(b)), self.compared.get((a, b))
@@ -296,7 +297,7 @@ class TrainedParts:
 
     @torch.no_grad()
     def copy(self, src: str = "default", dst: str = "old", decay: float = 0.0) -> None:
-        """dst = decay * dst + (1 - decay) * src."""
+        """Set dst = decay * dst + (1 - decay) * src."""
         self._copy_missing(dst, self._of_heads())  # heads may be younger than the view
         source, target = self.tensors(src), self.tensors(dst)
         for key in target:
@@ -308,7 +309,7 @@ class TrainedParts:
 
     @torch.no_grad()
     def load(self, view: str, state: Mapping[str, Tensor]) -> None:
-        """Load what `state` gave; strict: the names and shapes must be those of tensors(view)."""
+        """Load a result of `state`; its names and shapes must be those of tensors(view)."""
         target = self.tensors(view)
         missing, extra = sorted(set(target) - set(state)), sorted(set(state) - set(target))
         if self.frozen and extra:
@@ -338,8 +339,8 @@ class TrainedParts:
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:
         """Compute with another view's weights inside the block: "default", an added one, or
-        "reference" (adapters off, heads as they began). It costs an attribute a layer;
-        requires_grad is untouched."""
+        "reference" (adapters off, heads with their first values). It sets one attribute in each
+        layer; requires_grad is untouched."""
         before = self.active
         self._switch(name)
         try:
@@ -352,7 +353,7 @@ class TrainedParts:
             return
         adapted = self.lora is not None and not self.frozen
         if adapted and name not in self.views:
-            self.tensors(name)  # says which there are
+            self.tensors(name)  # raises an error that names the views
         values = self.copies.get(name, {}).keys()
         lacking = (self.lora is None and not self.has(name)) or self._of_heads().keys() - values
         if name != "default" and lacking:
@@ -362,23 +363,24 @@ class TrainedParts:
             )
         if adapted:
             self._activate(name)
-        for view in (self.active, name):  # the trained values are put back first
+        # the trained values are put back before others take their place
+        for view in (self.active, name):
             if view != "default":
                 self._exchange(view)
         self.active = name
 
     def _activate(self, view: str) -> None:
-        """Switch every layer to what it came with, and a view's adapters on top."""
+        """Switch every layer to the adapters with which it came, and a view's on top."""
         for layer in self.layers:
             on = [*self.standing.get(layer, ()), *self.views[view]]
             layer._active_adapter, layer._disable_adapters = on, not on
 
     def _exchange(self, view: str) -> None:
-        """Swap values between the parameters and a view's copies, by pointer where these are
-        whole."""
+        """Swap values between the parameters and a view's copies; whole tensors swap pointers."""
         values = self.copies.get(view, {})
         for key, p in self._whole().items():
-            if shares.is_split(p):  # its block gathers it from where it lies
+            # a block gathers a split weight from its storage, which must stay
+            if shares.is_split(p):
                 here, there = shares.held(p), shares.held(values[key])
                 kept = here.clone()
                 here.copy_(there)
@@ -388,7 +390,7 @@ class TrainedParts:
 
 
 def part_of(component: str) -> str:
-    """What a component is called in train.parts."""
+    """Return the name of a component in train.parts."""
     return TEXT if component.startswith(TEXT) else "denoiser"
 
 
@@ -399,7 +401,7 @@ def _first(names: list[str]) -> str:
 def _widened(
     module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Half-precision inputs of a call in fp32."""
+    """Widen the half-precision inputs of a call to fp32."""
 
     def wide(value: Tensor) -> Tensor:
         return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
@@ -408,11 +410,11 @@ def _widened(
 
 
 def _inject(module: Any, config: Any, name: str) -> None:
-    """Put an adapter into a network, through its own method where it has one."""
+    """Put an adapter into a network, through its own method if it has one."""
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
-        # two adapters are what we want
+        # two adapters are intended
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
         silence()
         if hasattr(module, "add_adapter"):
@@ -423,15 +425,15 @@ def _inject(module: Any, config: Any, name: str) -> None:
 
 
 def adapter_of(module: nn.Module) -> str | None:
-    """The adapter that a policy trains in a network, by its name there."""
+    """Return the name of the adapter that a policy trains in a network."""
     owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
     names = [owner.views["default"][0] for owner in owners if isinstance(owner, TrainedParts)]
     return next((name for name in names if name in getattr(module, "peft_config", {})), None)
 
 
 def standing(modules: Iterable[nn.Module]) -> dict[Any, list[str]]:
-    """The adapters that layers came with and that are switched on, by layer; ValueError where they
-    are added to its weights, as a new one would have no effect there."""
+    """Find the adapters that layers came with and that are switched on, by layer; ValueError if
+    they are added to its weights, because a new one would have no effect there."""
     found = {layer: layer.active_adapters for m in modules for layer in _layers(m)}
     if any(layer.merged for layer in found):
         raise ValueError(

@@ -2,11 +2,11 @@
 
 int8: torchao's weight-only quantisation, a scale for each output row. nf4: bitsandbytes' 4-bit
 normal floats, a scale for each 64 weights (QLoRA, arXiv:2305.14314). Both compute with weights that
-are widened to the network's own type, layer by layer; a gradient passes through to what stands
-before. diffusers' configs for loading (TorchAoConfig, BitsAndBytesConfig) do the same to each layer
-but ask for a GPU, so a network is loaded whole here, in host memory, and its layers are quantised
-one after the other on their way to the device. Linear layers of the repeated blocks are quantised,
-which hold nearly all weights; what embeds and what puts out stays as it is.
+are widened to the network's own type, layer by layer; a gradient passes through to earlier layers.
+diffusers' configs for loading (TorchAoConfig, BitsAndBytesConfig) do the same to each layer but ask
+for a GPU, so a network is loaded whole here, in host memory, and its layers are quantised one after
+the other on their way to the device. Only Linear layers of the repeated blocks are quantised, which
+hold nearly all weights; layers at the network's input and output stay unchanged.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def check_kind(kind: str) -> None:
 
 
 def computing_type(network: nn.Module) -> torch.dtype:
-    """The type that a network computes in: that of its weights, LoRA aside. Some classes keep a few
-    in fp32, so the first other type is it."""
+    """Return the type in which a network computes: the type of its weights, without LoRA. Some
+    classes keep a few weights in fp32, so it is the first other type."""
     weights = (p for name, p in network.named_parameters() if "lora_" not in name)
     kinds = (p.dtype for p in weights if p.is_floating_point())
     return next((kind for kind in kinds if kind != torch.float32), torch.float32)
 
 
 def quantise(networks: Mapping[str, nn.Module], kind: str, device: torch.device | str) -> None:
-    """Quantise the layers of networks in place, each on the device. Networks that are quantised so
-    already stay as they are; ValueError for other ones, and where the backend does not work."""
+    """Quantise the layers of networks in place, each on the device. Networks of this kind already
+    stay unchanged; ValueError for other ones, and if the backend does not work."""
     check_kind(kind)
     if kind == "none":
         return
@@ -71,12 +71,12 @@ def quantise(networks: Mapping[str, nn.Module], kind: str, device: torch.device 
         for parent, key, layer in places:
             setattr(parent, key, _quantised(layer, kind, device))
         if kind == "nf4":
-            network.is_loaded_in_4bit = True  # peft asks for it
+            network.is_loaded_in_4bit = True  # peft reads this attribute
 
 
 def layers(network: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Yield (module, name in it, layer) of what is quantised: Linear layers of the repeated blocks,
-    or all Linear layers of a network without blocks."""
+    """Yield (module, name in it, layer) of the layers to quantise: Linear layers of the repeated
+    blocks, or all Linear layers of a network without blocks."""
     for block in blocks(network) or [network]:
         for parent in block.modules():
             for key, layer in parent.named_children():
@@ -114,13 +114,13 @@ def _quantised(layer: nn.Linear, kind: str, device: torch.device | str) -> nn.Mo
     if bias is not None:
         own.bias = nn.Parameter(bias.data, requires_grad=False)
     own.training = layer.training
-    # on some CPUs another kernel would run without a gradient than with one
+    # on some CPUs a forward without gradient would run another kernel than one with
     own.support_avx512bf16_for_cpu = False
     return own.to(device)
 
 
 def try_out(kind: str, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Try one small layer, forward and backward; ValueError where it fails."""
+    """Try one small layer, forward and backward; ValueError if it fails."""
     try:
         importlib.import_module(BACKENDS[kind])
         own = _quantised(nn.Linear(64, 64).to(dtype), kind, device)
@@ -128,7 +128,7 @@ def try_out(kind: str, device: torch.device | str, dtype: torch.dtype) -> None:
         own(x).sum().backward()
         works = x.grad is not None and bool(x.grad.isfinite().all())
         why = "no gradient passes"
-    except Exception as error:  # each backend has its own
+    except Exception as error:  # each backend raises errors of its own
         if ran_out(error):
             raise
         works, why = False, printable(error, 200)
@@ -144,25 +144,25 @@ def try_out(kind: str, device: torch.device | str, dtype: torch.dtype) -> None:
 
 
 def kind_of(network: nn.Module) -> str:
-    """ "int8", "nf4", "none", or the name of another type of quantised weights that a Linear layer
-    has."""
+    """Return "int8", "nf4", "none", or the name of another type of quantised weights that a Linear
+    layer has."""
     for layer in network.modules():
         if isinstance(layer, nn.Linear) and is_quantised(layer.weight):
-            own = getattr(layer.weight, "quant_type", None)  # of bitsandbytes
+            own = getattr(layer.weight, "quant_type", None)  # bitsandbytes' attribute
             eight = type(layer.weight).__name__ == "Int8Tensor"
             return str(own) if own else "int8" if eight else type(layer.weight).__name__
     return "none"
 
 
 def is_quantised(weight: Tensor) -> bool:
-    """Whether a weight is held in fewer bits than it computes with."""
+    """Whether a weight is stored in fewer bits than it computes with."""
     plain = type(weight) in (Tensor, nn.Parameter)
     return not weight.is_floating_point() or not plain and bool(_inner(weight))
 
 
 def compute_dtype(layer: Any) -> torch.dtype:
-    """The type that a layer computes in, whatever type it is stored in."""
-    state = getattr(layer.weight, "quant_state", None)  # of bitsandbytes
+    """Return the type in which a layer computes, whatever type it is stored in."""
+    state = getattr(layer.weight, "quant_state", None)  # bitsandbytes' attribute
     return layer.weight.dtype if state is None else state.dtype
 
 
@@ -178,7 +178,7 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def scales(weight: Tensor) -> list[Tensor]:
-    """Return what a weight of bitsandbytes has beside itself: a scale for each 64 numbers."""
+    """Return the tensors beside a weight of bitsandbytes: a scale for each 64 numbers."""
     state = getattr(weight, "quant_state", None)
     return [] if state is None else [state.absmax]
 
@@ -189,7 +189,7 @@ def _inner(tensor: Tensor) -> Iterable[str]:
 
 
 def held_bytes(network: nn.Module) -> int:
-    """Bytes of a network's weights as they are stored, scales included."""
+    """Count the bytes of a network's stored weights, scales included."""
     return sum(
         part.numel() * part.element_size()
         for name, tensor in network.state_dict().items()

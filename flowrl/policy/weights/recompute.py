@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(networks: Iterable[nn.Module], share: bool | float) -> None:
-    """Recompute activations in the backward pass, for networks that can (diffusers models): of this
-    share of the blocks, in (0, 1); true: of all, false: of none."""
+    """Recompute activations in the backward pass, for networks that can (diffusers models), in this
+    share of the blocks, in (0, 1); true: in all, false: in none."""
     for module in networks:
         if not hasattr(module, "enable_gradient_checkpointing"):
             continue
@@ -24,10 +24,10 @@ def recompute(networks: Iterable[nn.Module], share: bool | float) -> None:
 
 
 class Recompute:
-    """What diffusers' models call in place of a block (their gradient_checkpointing_func).
+    """Stands in for a block in diffusers' models (their gradient_checkpointing_func).
 
-    share: of the blocks whose activations are computed again in the backward, in (0, 1]; they are
-    spread evenly over the blocks, in the order in which a forward comes to them first.
+    share: share of the blocks whose activations are computed again in the backward, in (0, 1]; they
+    are spread evenly over the blocks, in the order in which a forward first reaches them.
     """
 
     def __init__(self, share: float) -> None:

@@ -1,4 +1,4 @@
-"""Which layers of a network get LoRA, and with which options."""
+"""Choose the layers of a network that get LoRA, and their options."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ ATTENTION = (
     "add_v_proj",
     "to_add_out",
 )
-TEXT_ATTENTION = (  # CLIP, T5, and language models
+TEXT_ATTENTION = (  # names in CLIP, T5, and language models
     *("q_proj", "k_proj", "v_proj", "out_proj", "o_proj"),
     *("SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o"),
 )
 
 
 def targets_of(modules: Mapping[str, nn.Module], wanted: list[str] | None) -> dict[str, list[str]]:
-    """Full names of the Linear layers that get LoRA, by component: those whose name ends in
-    `wanted`; by default attention projections, else every Linear."""
+    """Return the full names of the Linear layers that get LoRA, by component: those whose name ends
+    in `wanted`; by default attention projections, or else every Linear."""
     linear = {
         part: [name for name, layer in weighted(module) if isinstance(layer, nn.Linear)]
         for part, module in modules.items()
@@ -55,7 +55,7 @@ def targets_of(modules: Mapping[str, nn.Module], wanted: list[str] | None) -> di
 
 
 def weighted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers that have a weight, by name; of those with adapters the layer below."""
+    """Yield layers that have a weight, by name; for a layer with adapters, the layer below."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     below = "\n"
@@ -73,14 +73,14 @@ def _ends(layer: str, name: str) -> bool:
 
 
 def ending(layer: str) -> str:
-    """The last part of a layer's name that is no number, and what follows: "to_q", "to_out.0"."""
+    """Return the last part of a name that is not a number, and what follows: "to_q", "to_out.0"."""
     parts = layer.split(".")
     last = max((k for k, part in enumerate(parts) if not part.isdigit()), default=0)
     return ".".join(parts[last:])
 
 
 def options_of(lora: Mapping[str, Any]) -> dict[str, Any]:
-    """lora with its defaults filled in; ValueError where an option is unknown or of another
+    """Return lora with its defaults filled in; ValueError if an option is unknown or of another
     type."""
     own = {**DEFAULTS, **lora}
     unknown = sorted(set(own) - set(DEFAULTS))

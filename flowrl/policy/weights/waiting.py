@@ -1,9 +1,9 @@
 """Networks that wait in host memory until their weights are split over processes.
 
-A network that no device holds whole is loaded block by block: what lies outside of its repeated
-blocks is on the device, and a block is there while it runs, without gradient. So a policy is made,
-checked and asked for a row before the split (flowrl/training/split/shard.py), which then takes each
-block to the device alone.
+A network that no device can hold whole is loaded block by block: layers outside of its repeated
+blocks are on the device, and a block is there while it runs, without gradient. So a policy can be
+made, checked and asked for a row before the split (flowrl/training/split/shard.py), which then
+moves each block to the device alone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from flowrl.policy.weights.blocks import blocks
 
 
 class Waiting:
-    """The blocks of these networks wait in host memory, until `end`; what is not in a block comes
+    """The blocks of these networks wait in host memory, until `end`; tensors outside of blocks move
     to the device."""
 
     def __init__(self, networks: Iterable[nn.Module], device: torch.device | str) -> None:
         self.networks = list(networks)
-        self.device = torch.empty(0, device=device).device  # "cuda" with its number
-        self.home: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}  # of the block that runs
+        # a tensor's device: it has the number that "cuda" leaves out
+        self.device = torch.empty(0, device=device).device
+        # block that runs -> (its tensor, the values in host memory)
+        self.home: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
         waiting = [block for network in self.networks for block in blocks(network)]
         inside = {id(t) for block in waiting for t in tensors_of(block)}
         for network in self.networks:
@@ -53,7 +55,7 @@ class Waiting:
             put((p for name, p in network.named_parameters() if "lora_" in name), self.device)
 
     def end(self) -> None:
-        """Leave blocks where they are from now on."""
+        """Let blocks stay where they are from now on."""
         for hook in self.hooks:
             hook.remove()
 
