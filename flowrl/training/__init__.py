@@ -1,1 +1,1 @@
-"""Training: the loop, what it is built from, and what it leaves on disk."""
+"""Training: the loop, its parts, and its files on disk."""

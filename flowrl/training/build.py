@@ -1,4 +1,4 @@
-"""Start-up: everything a run is made of, built and checked before anything is written."""
+"""Start-up: all parts of a run are built and checked before anything is written."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def build(
     """Load and check all parts, and lock the run's folder; a mistake of the user -> ValueError, and
     nothing was written.
 
-    resume: the folder of a run that goes on; accept: it may have changed. live: what a script
-    handed over.
+    resume: the folder of a run that goes on; accept: it may have changed. live: objects that a
+    script handed over.
     """
-    # What words alone can tell comes first: nothing was loaded yet.
+    # checks of words alone come first, before anything is loaded
     folder, live = None if resume is None else Path(resume), live or Live()
     check_given(cfg, live)
     if folder:
@@ -78,7 +78,7 @@ def build(
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
     """Load, check and connect all parts of a run whose folder is locked."""
-    # What does not need the model is checked before it loads, which may take minutes; words first.
+    # checks without the model come before it loads, which may take minutes; words come first
     algorithm = live.algorithm or make_algorithm(cfg)
     facts = of_config(cfg, method=algorithm, processes=world.size)
     rewards = load_rewards(cfg, path, live)
@@ -96,14 +96,14 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
-    # Does the method fit its plan, its guidance, its rewards and its media?
+    # check that the method fits its plan, its guidance, its rewards and its media
     setup = set_up(cfg, algorithm, policy)
     facts.learn(plan=setup.plan, policy=policy)
     if facts["files"]:
         from_files.check(policy, facts["files"])
     warn(cfg, policy, facts.warnings(), (prompts, held_out))
 
-    # in full mode weights are fp32 from here on; to keep them here would keep split ones whole
+    # in full mode this makes weights fp32; references kept here would keep split weights whole
     policy.trainable.named()
     data = {"prompts": prompts, "held-out prompts": held_out}
     media = [*facts["files"], *files([*prompts, *held_out])]
@@ -147,7 +147,7 @@ def share_networks(
         shard(policy, world, prompts, guidance=guidance, autocast=casts)
     if world.members > 1:
         from flowrl.training.split.sequence import (
-            share_calls,  # what diffusers needs for it loads slowly
+            share_calls,  # imported here, because the part of diffusers that it needs loads slowly
         )
 
         share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
@@ -156,7 +156,7 @@ def share_networks(
 def warn(
     cfg: Config, policy: Policy, sentences: list[str], prompts: tuple[Prompts, Prompts]
 ) -> None:
-    """Warn of what a run can do but its user hardly means. prompts: to train on, and held-out."""
+    """Warn about legal settings that a user hardly intends. prompts: (training, held-out)."""
     policy.say_cut(row["prompt"] for rows in prompts for row in rows)
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
@@ -165,7 +165,7 @@ def warn(
 
 
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
-    """Load the rewards, and what else reads samples; ValueError where a run cannot give what they
+    """Load the rewards, and the other readers of samples; ValueError if a run cannot give what they
     need."""
     rewards = replace(live.rewards or load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
     if cfg.diversity.features is not None:
@@ -199,7 +199,8 @@ def load_data(
         prompts=prompts,
         dataset=dataset,
         files=dataset.paths if dataset else references(prompts),
-        spare=(len(prompts) - cfg.batch.prompts) // facts["processes"],  # beside an iteration's
+        # prompts beside an iteration's
+        spare=(len(prompts) - cfg.batch.prompts) // facts["processes"],
     )
     held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
     pictured = has_source([*prompts, *held_out])
@@ -209,8 +210,8 @@ def load_data(
 
 
 def helped_plan(setup: Setup, policy: Policy) -> Callable[[int], Plan] | None:
-    """A function of the iteration that gives the plan of samples that are helped by more steps;
-    None: none are."""
+    """Return a function of the iteration that gives the plan of samples that are helped by more
+    steps; None: no samples are."""
     cfg, algorithm = setup.cfg, setup.algorithm
     steps = cfg.data.sampler.help.steps
     if steps is None:
@@ -223,8 +224,8 @@ def helped_plan(setup: Setup, policy: Policy) -> Callable[[int], Plan] | None:
 
 
 def keeps_reference(setup: Setup) -> bool:
-    """Whether a run holds a frozen copy of all weights; with LoRA, the reference is the adapters
-    switched off."""
+    """Whether a run holds a frozen copy of all weights; with LoRA, the reference is the network
+    with adapters switched off."""
     cfg = setup.cfg
     read = "reference" in setup.needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
     return read and cfg.train.mode == "full"
@@ -236,7 +237,8 @@ def weights(setup: Setup, policy: Policy, accelerator: Accelerator) -> Weights:
     if keeps_reference(setup):
         views.append("reference")
     for view in views:
-        if policy.trainable.has(view):  # of a run before, of the same live policy
+        # an earlier run of the same live policy may have added the view
+        if policy.trainable.has(view):
             policy.trainable.copy("default", view)
         else:
             policy.trainable.add_view(view)

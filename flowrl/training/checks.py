@@ -1,6 +1,5 @@
-"""What is tried on a policy before a run: that it takes what prompts bring, and that what it
-decodes suits what reads it. What settings have to do with each other is said by rules
-(flowrl/config/rules.py)."""
+"""Checks that try a policy before a run: that it takes the prompts' conditions, and that its media
+suit their readers. Rules say which settings do not go together (flowrl/config/rules.py)."""
 
 from __future__ import annotations
 
@@ -21,18 +20,18 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 
-MOST_KINDS = 8  # of conditions that are tried before a run
+MOST_KINDS = 8  # most kinds of conditions that are tried before a run
 
 
 def columns_read(cfg: Config, rewards: RewardSet) -> frozenset[str]:
-    """Columns of prompts that something else than the pipeline reads."""
+    """Name the columns of prompts that something other than the pipeline reads."""
     own = {"prompt", "conditions", "reference", cfg.data.sampler.help.column or "prompt"}
     return frozenset(own).union(*(reward.reads for reward in rewards.rewards.values()))
 
 
 def check_conditions(policy: Policy, prompts: Prompts, read: frozenset[str]) -> None:
-    """ValueError where the policy does not take what prompts bring: a prompt of each kind is tried,
-    not to find it in the middle of a run."""
+    """ValueError if the policy does not take the prompts' conditions: a prompt of each kind is
+    tried, so that a run does not stop in the middle."""
     if isinstance(policy, PipelinePolicy):
         policy.check_columns(sorted({key for row in prompts for key in row} - read))
     places = conditions.kinds(prompts)
@@ -50,7 +49,7 @@ def check_conditions(policy: Policy, prompts: Prompts, read: frozenset[str]) -> 
 
 
 def check_media(rewards: RewardSet, algorithm: Algorithm, policy: Policy) -> None:
-    """ValueError where features or detectors read pictures and the model makes others, or where a
+    """ValueError if features or detectors read pictures and the model makes other media, or if a
     reward's gradient does not come through the decoder."""
     check_comparable(rewards.features, policy)
     if rewards.detectors:
@@ -60,7 +59,7 @@ def check_media(rewards: RewardSet, algorithm: Algorithm, policy: Policy) -> Non
 
 
 def check_comparable(features: Features | None, policy: Policy) -> None:
-    """ValueError where features are those of pictures, and the model makes others."""
+    """ValueError if features are made for pictures, and the model makes other media."""
     if features is None or not features.pictures:
         return
     shape = media_shape(policy)
@@ -73,7 +72,7 @@ def check_comparable(features: Features | None, policy: Policy) -> None:
 
 
 def check_decoder(policy: Policy) -> None:
-    """ValueError where the decoder passes no gradient on."""
+    """ValueError if the decoder passes no gradient on."""
     with torch.enable_grad():
         x = torch.zeros(1, *policy.latent_shape, device=policy.device, requires_grad=True)
         check_gradient(x, policy.decode(x))

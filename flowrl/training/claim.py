@@ -14,7 +14,8 @@ from flowrl.runtime.registry import label_of
 from flowrl.runtime.store.lock import Lock
 
 DOING = "flowrl train"
-RUN_FILES = ("config.yaml", "checkpoints", "metrics.jsonl")  # with one of the first two it goes on
+# files and folders of a run; with one of the first two it can be resumed
+RUN_FILES = ("config.yaml", "checkpoints", "metrics.jsonl")
 
 
 @contextmanager
@@ -53,7 +54,7 @@ def _new(cfg: Config) -> tuple[Lock, list[Path]]:
 
 
 def _folder(cfg: Config) -> tuple[Path, list[Path]]:
-    """Make the folder that `output` names, or one under runs/ -> it, and what was made of it."""
+    """Make the folder that `output` names, or one under runs/ -> (it, the folders made)."""
     if cfg.output:
         path = Path(cfg.output)
         made = _missing(path)
@@ -65,19 +66,19 @@ def _folder(cfg: Config) -> tuple[Path, list[Path]]:
         made = _missing(path)
         try:
             path.mkdir(parents=True)
-        except FileExistsError:  # of a run that started in the same second
+        except FileExistsError:  # another run that started in the same second has this folder
             continue
         return path, made
     raise AssertionError
 
 
 def _missing(path: Path) -> list[Path]:
-    """The folders of a path that are not there yet, the innermost first."""
+    """List the folders of a path that do not exist yet, the innermost first."""
     return [place for place in (path, *path.parents) if not place.exists()]
 
 
 def _give_back(lock: Lock, made: list[Path]) -> None:
-    """Let go of a folder, and remove what was made for it, unless something else is in it now."""
+    """Unlock a folder, and remove folders made for it, unless they hold something by now."""
     lock.withdraw()
     with suppress(OSError):
         for place in made:

@@ -1,4 +1,4 @@
-"""Credit that depends on how alike the samples of a prompt are: section `diversity` of a config."""
+"""Credit that depends on the likeness of a prompt's samples: section `diversity` of a config."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from flowrl.types import Rewards
 
 @dataclass(frozen=True, slots=True)
 class Diversity:
-    """Stands between rewards and the method that makes advantages of them."""
+    """Stands between rewards and the method that turns them into advantages."""
 
-    config: DiversityConfig  # which features are compared, and what likeness costs
+    config: DiversityConfig  # features that are compared, and the cost of likeness
 
     def __call__(
         self,
@@ -24,7 +24,7 @@ class Diversity:
         rewards: Rewards,
         group: Tensor,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Rewards and groups (B,) of all processes -> advantages (B,), diversity/* to log."""
+        """Turn rewards and groups (B,) of all processes into (advantages (B,), diversity/*)."""
         c = self.config
         if rewards.features is None:
             return leaf_advantages(rewards, group), {}
@@ -43,7 +43,7 @@ class Diversity:
 
 
 def metrics(found: diversity.Spread, redundancy: float = 0.0) -> dict[str, float]:
-    """diversity/*: means over the samples that have another one in their group; {}: none has."""
+    """Make diversity/*: means over samples with another one in their group; {}: there are none."""
     rows = found.compared
     if not bool(rows.any()):
         return {}

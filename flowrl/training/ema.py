@@ -1,4 +1,4 @@
-"""Averaged weights: what evaluation and export use, while rollouts and updates use the raw ones
+"""Averaged weights for evaluation and export, while rollouts and updates use the current ones
 (Flow-GRPO, DiffusionNFT)."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flowrl.runtime.processes import shares
 
 
 def decay_at(step: int, most: float) -> float:
-    """min((1 + n) / (10 + n), most): young averages forget fast."""
+    """Return min((1 + n) / (10 + n), most): young averages forget fast."""
     return min((1 + step) / (10 + step), most)
 
 
@@ -47,8 +47,8 @@ class Ema:
 
     @contextmanager
     def swapped(self, saved: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Give the parameters their averages inside, and their own values back afterwards, also
-        after an error. saved: a `state_dict` whose averages are taken instead of these."""
+        """Inside, the parameters have their averages; afterwards, also after an error, they have
+        their own values again. saved: a `state_dict` whose averages replace these."""
         own = {name: shares.held(self.parameters[name]).clone() for name in self.average}
         source = self.average if saved is None else saved
         self._write({name: self._share(source[name], name) for name in own})
@@ -58,11 +58,11 @@ class Ema:
             self._write(own)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Averages by name, and "step" ()."""
+        """Return the averages by name, and "step" ()."""
         return {**self.average, "step": torch.tensor(self.step_count)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` gave; ValueError where its names are others."""
+        """Restore a result of `state_dict`; ValueError if its names differ."""
         averages = {name: value for name, value in state.items() if name != "step"}
         if averages.keys() != self.average.keys():
             odd = sorted(averages.keys() ^ self.average.keys())[0]
@@ -74,7 +74,7 @@ class Ema:
             shares.held(self.average[name]).copy_(self._share(value, name))
 
     def _share(self, average: Tensor, name: str) -> Tensor:
-        """What this process holds of an average, which may be whole."""
+        """Return this process's part of an average, which may be whole."""
         if shares.is_split(average):
             return shares.held(average)
         return shares.share_of(average, self.parameters[name])

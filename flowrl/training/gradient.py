@@ -24,10 +24,10 @@ def accumulate(
 ) -> dict[str, Tensor]:
     """Add the gradient of loss(batch) / total_weight -> metrics, summed over rows.
 
-    Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units, which
+    If a term of the loss joins rows (algorithm.couples), micro-batches hold whole units, which
     never spread over processes. If one does not fit, two passes are made.
     """
-    batch = batch.brought_near()  # once, so that no micro-batch waits for the device
+    batch = batch.brought_near()  # once for all rows, so that no micro-batch waits for the device
     if algorithm.couples == "row":
         parts: list[Tensor] | None = split(algorithm, batch, micro)
     else:
@@ -46,7 +46,7 @@ def accumulate(
 
 
 def split(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor]:
-    """Row numbers, on the CPU, of micro-batches with at most `micro` distinct network rows each.
+    """Split rows into micro-batches of at most `micro` distinct network rows -> row numbers (CPU).
 
     Rows that share a network row stay together.
     """

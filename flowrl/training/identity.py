@@ -1,7 +1,7 @@
-"""What a run is made of, as a checkpoint remembers it: settings, files, networks and code.
+"""The identity of a run that a checkpoint keeps: its settings, files, networks and code.
 
-Kept in every checkpoint and compared when the run is resumed, so that a run does not change halfway
-without anybody knowing. Settings are kept as they are, files, networks and code as hashes.
+Every checkpoint holds it, and it is compared when the run is resumed, so that a run does not change
+halfway without anybody knowing. Settings are kept themselves, files, networks and code as hashes.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from flowrl.runtime.store.side_files import shortened
 
 WHOLE = 2**26  # bytes: larger files are hashed by their size, their first and their last MiB
 ENDS = 2**20
-MEDIA_ENDS = 2**12  # of images and videos, of which there may be many
-SAMPLED = 64  # values of each tensor of a network
+# bytes at each end of images and videos that are hashed, because there may be many of them
+MEDIA_ENDS = 2**12
+SAMPLED = 64  # number of values that are hashed in each tensor of a network
 WRITTEN = ("journal", "log")  # settings of rewards that name files which a run writes
-UNCOUNTED = ("cli", "report")  # folders of flowrl that change no number
+UNCOUNTED = ("cli", "report")  # folders of flowrl whose code changes no number
 RESUMABLE = (
     "iterations",
     "stop.",
@@ -53,17 +54,18 @@ RESUMABLE = (
     "model.prompt_cache",
     "model.offload",
     "batch.states",
-)  # change no number either
+)  # settings with these prefixes may differ at a resume, because they change no number
 
 READ = "the reader of videos, transparency and colour profiles"
-NOTHING = Live()  # no live objects
+NOTHING = Live()  # stands for a run without live objects
 NO_DATA: Mapping[str, Any] = {}
 
-Identity = dict[str, dict[str, Any]]  # config, files, networks, code, sources: name -> value
+# section (config, files, networks, code, sources) -> name -> value
+Identity = dict[str, dict[str, Any]]
 
 
 def of_config(cfg: Config) -> Identity:
-    """Describe what is known of a run before anything is loaded."""
+    """Describe a run as far as it is known before anything is loaded."""
     return {
         "config": cfg.model_dump(mode="json"),
         "files": {name: digest(Path(name)) for name in sorted(_named(cfg))} | _datasets(cfg),
@@ -79,11 +81,11 @@ def of_parts(
     media: Sequence[Path] = (),
     live: Live = NOTHING,
 ) -> Identity:
-    """Describe all of a run. data: prompts as they were read, by what they are for; media: files
-    that they or data.offline name.
+    """Describe all of a run. data: prompts as they were read, by their purpose; media: files that
+    they or data.offline name.
 
-    What is known only now has sections of its own, because two identities are compared by the
-    sections that both have.
+    Facts that only become known here have sections of their own, because two identities are
+    compared by the sections that both have.
     """
     others: dict[str, Any] = {f"reward.{label}": r for label, r in rewards.rewards.items()}
     if rewards.features:
@@ -103,7 +105,7 @@ def of_parts(
 
 
 def of_data(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
-    """Hash prompts with all that they bring, and the files that are named."""
+    """Hash prompts with all their columns, and the files that they name."""
     read = {**data, "images of the data": [f"{path} {digest(path)}" for path in media]}
     return {
         name: _hex(json.dumps(things, default=_content, skipkeys=True).encode())
@@ -112,8 +114,8 @@ def of_data(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
 
 
 def of_reader(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
-    """Name the version of what reads pictures and videos, where another version may read these
-    otherwise. Those inside tables are not looked at, so they count as such."""
+    """Name the version of the reader of pictures and videos, if another version may read them
+    differently. Files inside tables are not looked at, so they count as pictures."""
     values = (value for rows in data.values() for row in rows for value in row.values())
     in_tables = any(isinstance(value, PictureCell) for value in values)
     depends = in_tables or any(map(depends_on_reader, media))
@@ -135,17 +137,17 @@ def of_live(live: Live) -> dict[str, str]:
 
 
 def _content(value: Any) -> str:
-    """What stands for a value that is no text or number: the bytes of a picture, else its type."""
+    """Represent a value that is no text or number by the bytes of a picture, else its type."""
     kind = type(value).__name__
     return f"{kind} {_hex(value.tobytes())}" if hasattr(value, "tobytes") else kind
 
 
 def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
-    """List what differs and may not, as "optimizer.lr 0.0003 -> 1e-05", in the sections that both
+    """List forbidden differences, as "optimizer.lr 0.0003 -> 1e-05", in the sections that both
     have. Other sources of the same version may differ: an edited comment is such a difference.
     """
     found = []
-    old = {"reader": {}, **old}  # versions before kept none
+    old = {"reader": {}, **old}  # earlier versions did not keep this section
     for section in (old.keys() & new.keys()) - {"sources"}:
         before, now = flatten(old[section]), flatten(new[section])
         for key in sorted((before.keys() | now.keys()) - GONE.keys()):
@@ -161,7 +163,8 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
 
 def _may_differ(key: str, now: Mapping[str, Any], run: Path) -> bool:
     if key == "iterations":
-        return now.get("optimizer.schedule") == "constant"  # else the rate depends on it
+        # with any other schedule the learning rate depends on the number of iterations
+        return now.get("optimizer.schedule") == "constant"
     moved = key == "output" and Path(now[key] or "") == run
     return moved or key.startswith(RESUMABLE)
 
@@ -175,7 +178,7 @@ def _short(value: str | None) -> str:
 
 
 def _named(cfg: Config) -> Iterator[str]:
-    """Files that settings name and a run reads, and the folders of a model and of a LoRA."""
+    """Yield files that settings name and a run reads, and the folders of a model and of a LoRA."""
     data = cfg.data
     offline = str(list_of(Path(data.offline))) if data.offline else None
     texts = [data.train, data.eval, offline]
@@ -184,15 +187,15 @@ def _named(cfg: Config) -> Iterator[str]:
         texts += [value.rpartition(":")[0]] if is_place(value) else []
     for key, value in flatten(cfg.reward).items():
         if key.rpartition(".")[2] not in WRITTEN and isinstance(value, str):
-            texts += [value, value.rpartition(":")[0]]  # own.py:function
+            texts += [value, value.rpartition(":")[0]]  # a setting may be "own.py:function"
     yield from (text for text in texts if text and os.path.isfile(text))
     folders = (cfg.train.init_lora, cfg.model.source, cfg.diversity.weights)
     yield from (text for text in folders if text and os.path.exists(text))
 
 
 def _datasets(cfg: Config) -> dict[str, str]:
-    """Versions of the datasets that data names: a hash of a folder's files, and the library's
-    fingerprint of one on the hub, which depends on its commit."""
+    """Return versions of the datasets that `data` names: a hash of a folder's files, or the
+    library's fingerprint of a dataset on the hub, which depends on its commit."""
     found = {}
     for source in (cfg.data.train, cfg.data.eval):
         if source is not None and hf.is_dataset(source):
@@ -221,7 +224,7 @@ def digest(path: Path) -> str:
 def _sources() -> str:
     """Hash flowrl's Python files."""
     places = [Path(__file__).parents[1]]
-    for name in ("flowrl.samplers", "flowrl.rewards"):  # beside flowrl/ in a checkout
+    for name in ("flowrl.samplers", "flowrl.rewards"):  # these two lie beside flowrl/ in a checkout
         places += map(Path, importlib.import_module(name).__path__)
     lines = []
     for place in places:
@@ -233,8 +236,8 @@ def _sources() -> str:
 
 
 def _frozen(policy: Policy) -> dict[str, Tensor]:
-    """Tensors of a policy's networks without its own adapters, with those that its pipeline came
-    with."""
+    """Return the tensors of a policy's networks without its own adapters, but with those that came
+    with its pipeline."""
     views = getattr(policy.trainable, "views", {}).values()
     adapters = [f".{adapter}." for names in views for adapter in names]
     return {
@@ -247,29 +250,30 @@ def _frozen(policy: Policy) -> dict[str, Tensor]:
 
 
 def _tensors(holder: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the networks among a reward's attributes, and of rewards that it wraps."""
+    """Yield tensors of the networks among a reward's attributes, and of rewards that it wraps."""
     for name, value in vars(holder).items():
         if isinstance(value, nn.Module):
             for key, tensor in value.state_dict().items():
                 yield f"{prefix}{name}.{key}", tensor
         elif isinstance(value, Reward):
             yield from _tensors(value, f"{prefix}{name}.")
-        elif isinstance(value, dict):  # of several
+        elif isinstance(value, dict):  # a dict may hold several rewards
             for label, inner in value.items():
                 if isinstance(inner, Reward):
                     yield from _tensors(inner, f"{prefix}{name}.{label}.")
 
 
 def _sampled(tensors: Mapping[str, Tensor]) -> str:
-    """Hash the shapes, and a few values of each tensor: no pass over gigabytes."""
+    """Hash the shapes, and a few values of each tensor, without a pass over gigabytes."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         if tensor.numel() and not tensor.is_meta:
             flat = tensor.detach().reshape(-1)
-            if flat.element_size() == 1:  # of 8 bits, whose arithmetic not every device has
+            if flat.element_size() == 1:  # not every device computes with 8-bit types
                 flat = flat.view(torch.uint8)
-            count = min(SAMPLED, flat.numel())  # whole numbers: fp32 cannot name a place past 2^24
+            # places in integers: fp32 cannot name a place past 2^24
+            count = min(SAMPLED, flat.numel())
             places = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)
             hashed.update(str(flat[places.to(flat.device)].double().tolist()).encode())
     return hashed.hexdigest()

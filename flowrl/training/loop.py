@@ -1,8 +1,8 @@
 """THE training loop: `for it in Trainer(cfg)`, or `flowrl.train(cfg)` to the end.
 
-One iteration: prompts -> samples -> rewards -> advantages -> updates -> old policy. What a run is
-made of is built and checked in training/build.py before anything is written; what it writes is in
-training/outputs.py, and what a checkpoint holds in training/state.py.
+One iteration: prompts -> samples -> rewards -> advantages -> updates -> old policy. The parts of a
+run are built and checked in training/build.py before anything is written; training/outputs.py
+writes its files, and training/state.py says what a checkpoint holds.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ class Trainer:
         self.parts = build(cfg, resume, accept=accept_changes, live=objects)
         self.learner = Learner(self.parts)
         self.prepare()
-        self.iteration, self.hours = 0, 0.0  # finished, and how long they took
+        self.iteration, self.hours = 0, 0.0  # number of finished iterations, and their hours
         self.stopped: str | None = None
         self.saved_at: int | None = None  # iteration of the newest checkpoint
         self.saved_time = time.monotonic()
-        self.started = False  # whether what comes before the first iteration is done
-        self.budget: str | None = None  # what `start` found about this machine's GPU
+        self.started = False  # whether start-up before the first iteration has finished
+        self.budget: str | None = None  # sentence of `start` about this machine's GPU
         if resume is not None:
             continue_run(self, accept=accept_changes)
 
     def prepare(self) -> None:
-        """What iterations read of the parts, and the steps of them that have a state."""
+        """Set the attributes that iterations read, and those steps of them that have a state."""
         self.setup, self.source, self.path = self.parts.setup, self.parts.source, self.parts.path
         self.cfg, self.algorithm = self.setup.cfg, self.setup.algorithm
         source = self.source
         self.world, self.policy, self.ledger = source.world, source.policy, source.ledger
-        self.views = self.algorithm.views  # copies of the weights, which follow them
+        self.views = self.algorithm.views  # copies of the weights that follow them
         self.ratio_check = RatioCheck(self.learner)
         self.noise_watch = NoiseWatch()
         self.observers = self.choose_observers()
 
     def __iter__(self) -> Iterator[Iteration]:
         outputs.start(self)
-        # once the rewards were tried, their noise is known
+        # again, because the rewards' noise is known only after `start` has tried them
         self.observers = self.choose_observers()
         began, before = time.perf_counter(), self.hours
         while self.iteration < self.cfg.iterations and self.stopped is None:
@@ -89,20 +89,20 @@ class Trainer:
         self.ledger.reset()
         source = self.source.at(i) if self.source.rewards.rules else self.source
 
-        # Plan: which denoising steps are walked, and which of them are trained.
+        # Plan: choose the denoising steps to walk, and those of them to train.
         plan = self.algorithm.plan(
             self.setup.sigmas, sampler=self.cfg.sampler, iteration=i, seed=self.cfg.seed
         )
 
-        # Draw: prompts -> samples -> rewards, of this process's share of the prompts.
+        # Draw: prompts -> samples -> rewards, for this process's share of the prompts.
         drawn = draw(source, i, plan)
 
-        # Gather: rewards of all processes, as statistics must not depend on how many there are.
+        # Gather: rewards of all processes, because statistics must not depend on their number.
         rewards = self.world.gather_rewards(drawn.rewards)
         group = self.world.gather_groups(drawn.rollout.group)
         check_valid(rewards, self.cfg.guard.invalid_fraction)
 
-        # Credit: rewards -> an advantage for each sample -> the rows of the loss with theirs.
+        # Credit: rewards -> an advantage for each sample -> rows of the loss with their advantages.
         with self.ledger.phase("advantages"):
             credited = self.credit(source, i, drawn, rewards, group)
         batch, columns = credited.batch, credited.columns
@@ -113,7 +113,8 @@ class Trainer:
         # Update: the gradient of the loss over these rows, and the optimizer's steps.
         with self.ledger.phase("update"):
             metrics |= self.update(source, i, drawn, batch, columns)
-        self.learner.touched = True  # from here on no signal gives the iteration up
+        # weights have moved: no signal may give up this iteration until it is recorded
+        self.learner.touched = True
 
         # Observers read the iteration before the old policy has followed the new one.
         seen = Observation(
@@ -129,7 +130,7 @@ class Trainer:
         for observer in self.observers:
             observed |= observer(seen)
 
-        # Follow: the old policy and a moving reference, and what later plans depend on.
+        # Follow: update the old policy, a moving reference, and what later plans depend on.
         self.follow(i, credited.observed)
 
         return Iteration(
@@ -144,9 +145,10 @@ class Trainer:
     def credit(
         self, source: Source, i: int, drawn: Drawn, rewards: Rewards, group: Tensor
     ) -> Credited:
-        """Advantages of all processes' samples -> the rows that this process trains.
+        """Turn rewards into advantages of all processes' samples -> the rows that this process
+        trains.
 
-        rewards, group: of the samples of all processes; drawn: those of this one.
+        rewards, group: for the samples of all processes; drawn: the samples of this process.
         """
         algorithm, chooser, metrics = self.algorithm, source.chooser, {}
         if rewards.features is None:
@@ -155,7 +157,7 @@ class Trainer:
             diversity = Diversity(self.cfg.diversity)
             everyone, metrics = diversity(algorithm.leaf_advantages, rewards, group)
         leaf = everyone[self.world.part(len(drawn.rollout.leaf))]
-        if chooser.learns or chooser.helper:  # which prompts come next, and which get help
+        if chooser.learns or chooser.helper:  # decide which prompts come next, and which get help
             metrics |= chooser.learn_from(i, drawn, leaf, self.world.gather)
         observed = algorithm.observe(drawn.rollout, drawn.rewards)
         observed = self.world.mean_metrics(observed) if observed else {}
@@ -179,7 +181,7 @@ class Trainer:
         return self.learner.update(batch, columns, climbed_terms(source, batch, i))
 
     def follow(self, i: int, observed: dict[str, float]) -> None:
-        """Copies of the weights follow them, and the method takes in what later plans depend on."""
+        """Let copies of the weights follow them, and the method learn facts for later plans."""
         if observed:
             self.algorithm.remember(observed)
         if self.views:
@@ -187,7 +189,7 @@ class Trainer:
                 self.policy.trainable.copy("default", view, decay)
 
     def choose_observers(self) -> tuple[Observer, ...]:
-        """Those that have something to say in this run, in the order in which all processes ask."""
+        """Choose the observers that this run needs; their order is the same on all processes."""
         found: list[Observer] = []
         if self.noise_watch.noise:
             found.append(self.noise_watch)
@@ -202,13 +204,13 @@ class Trainer:
         return run_to_the_end(self)
 
     def finish(self) -> Run:
-        """Write the averaged LoRA and the report, as `run` does at its end."""
+        """Write the averaged LoRA and the report; `run` does it at its end."""
         return outputs.finish(self)
 
     def describe(self) -> str:
-        """What an iteration will do, before it does it."""
+        """Describe what an iteration will do, before it starts."""
         return outputs.describe(self)
 
     def save(self) -> Path | None:
-        """Everything that a later `--resume` needs, once for each iteration."""
+        """Save all that a later `--resume` needs, once for each iteration."""
         return state.save(self)

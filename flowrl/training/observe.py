@@ -1,8 +1,8 @@
-"""What a run reads off its iterations beside what it trains on them.
+"""Observers: metrics that a run reads from its iterations beside the training.
 
 An observer is a function of a frozen record of the iteration. It returns metrics, and it changes
-neither samples, advantages, rows nor weights; what does is a named step of draw, credit or update.
-Observers run in one order on all processes, as some of them gather values.
+neither samples, advantages, rows nor weights; code that changes them is a named step of draw,
+credit or update. Observers run in one order on all processes, because some of them gather values.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from flowrl.types import Columns, Rewards
 class Observation:
     """An iteration after its update, before the old policy follows."""
 
-    number: int  # of the iteration, from 1
+    number: int  # number of the iteration, from 1
     drawn: Drawn  # prompts, samples and rewards of this process
     rewards: Rewards  # scores of the samples of all processes
     group: Tensor  # (all samples,) int64, equal for the samples of one prompt
-    batch: TrainingBatch  # what was trained on this process: samples and their advantages
+    batch: TrainingBatch  # samples that were trained on this process, and their advantages
     columns: Columns  # (n,) rows of the loss, on this process
-    metrics: Mapping[str, float]  # reward/*, and those of credit and update, of all processes
+    metrics: Mapping[str, float]  # reward/*, and the metrics of credit and update, of all processes
 
 
 Observer = Callable[[Observation], dict[str, float]]

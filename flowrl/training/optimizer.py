@@ -15,7 +15,7 @@ from flowrl.runtime.text import printable
 
 
 def make(o: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimizer of a run; ValueError where its package is missing or does not work."""
+    """Make the optimizer of a run; ValueError if its package is missing or does not work."""
     weights = list(parameters)
     if o.name == "adamw8bit":
         kind = eight_bit(weights[0].device if weights else "cpu")
@@ -28,7 +28,7 @@ def make(o: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.
 
 
 def eight_bit(device: torch.device | str) -> type[torch.optim.Optimizer]:
-    """bitsandbytes' class, after a step of it on the device."""
+    """Return bitsandbytes' class, after a trial step on the device."""
     if find_spec("bitsandbytes") is None:
         raise ValueError(
             "optimizer.name=adamw8bit needs bitsandbytes, which is not installed;"
@@ -40,7 +40,7 @@ def eight_bit(device: torch.device | str) -> type[torch.optim.Optimizer]:
         tried = nn.Parameter(torch.zeros(64, 64, device=device))
         tried.grad = torch.ones_like(tried)
         AdamW8bit([tried]).step()
-    except Exception as error:  # each backend has its own
+    except Exception as error:  # each backend raises errors of its own
         raise ValueError(
             f"optimizer.name=adamw8bit (bitsandbytes) does not work here, on"
             f" {torch.device(device).type} with torch {torch.__version__}:"

@@ -1,5 +1,5 @@
-"""Memory that ran out in a run, as a sentence: in which phase, what holds memory, what to set, and
-which checkpoint is whole."""
+"""Explain in a sentence that memory ran out in a run: in which phase, what holds memory, what to
+set, and which checkpoint is whole."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def explained(trainer: RunInProgress) -> Iterator[None]:
 
 
 def shortage(parts: RunParts, error: Exception) -> Shortage:
-    """Where memory was short in a run."""
+    """Describe where memory was short in a run."""
     found, world = checkpoint.steps(parts.path), parts.source.world
     return Shortage(
         phase=getattr(error, "phase", BETWEEN),
@@ -83,7 +83,7 @@ def shortage(parts: RunParts, error: Exception) -> Shortage:
 
 
 def of_host(error: Exception) -> bool:
-    """Whether host memory ran out, and not a GPU's."""
+    """Whether host memory ran out, not a GPU's."""
     return isinstance(error, MemoryError | OSError) or "CPUAllocator" in str(error)
 
 
@@ -92,7 +92,7 @@ def words_of(error: Exception) -> str:
 
 
 def kept(parts: RunParts) -> str:
-    """What of the run is on the disk."""
+    """Say which part of the run is on the disk."""
     found = checkpoint.steps(parts.path)
     if not found:
         return "no checkpoint was written yet, and the run starts anew"
@@ -100,7 +100,7 @@ def kept(parts: RunParts) -> str:
 
 
 def resident(parts: RunParts) -> list[tuple[str, int]]:
-    """What stays in memory from phase to phase on the policy's device: (what, bytes), largest
+    """List what stays in memory from phase to phase on the policy's device: (what, bytes), largest
     first."""
     policy, weights = parts.source.policy, parts.weights
     pipe = getattr(policy, "pipe", None)
@@ -124,11 +124,11 @@ def resident(parts: RunParts) -> list[tuple[str, int]]:
 
 
 def size_of(found: Iterable[Any], device: torch.device, seen: set[int]) -> int:
-    """Bytes of the storages of tensors on a device, each counted once."""
+    """Count the bytes of the storages of tensors on a device, each once."""
     total = 0
     for tensor in found:
         if isinstance(tensor, Tensor) and tensor.device == device:
-            share = shares.held(tensor)  # of a split tensor, the share
+            share = shares.held(tensor)  # this process holds only its share of a split tensor
             flatten = getattr(share, "__tensor_flatten__", None)
             inner = [getattr(share, name) for name in flatten()[0]] if flatten else [share]
             for part in inner:
@@ -140,7 +140,7 @@ def size_of(found: Iterable[Any], device: torch.device, seen: set[int]) -> int:
 
 
 def used(known: Iterable[tuple[str, int]]) -> str:
-    """Who uses the memory, the largest first; on a GPU the rest is that of the phase."""
+    """Say what uses the memory, the largest first; on a GPU the phase uses the rest."""
     words = [f"{size / 2**30:.2f} GB {what}" for what, size in known if size]
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -151,7 +151,7 @@ def used(known: Iterable[tuple[str, int]]) -> str:
 
 
 def advised(cfg: Config, short: Shortage) -> str:
-    """The next lighter setting, of those that go with the config's others."""
+    """Find the next lighter setting that goes with the config's others."""
     if settings := next_change(cfg, short):
         return f"set {as_words(settings)}"
     if short.phase == "reward":

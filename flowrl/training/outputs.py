@@ -1,4 +1,4 @@
-"""What a run writes and says: its start, each iteration, evaluations, the LoRA and the report."""
+"""The output of a run: at its start, for each iteration, evaluations, the LoRA and the report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from flowrl.training.watch.reward_trial import NoiseWatch, try_rewards
 
 
 class Running(Protocol):
-    """What is written about a trainer."""
+    """The parts of a trainer that its output needs."""
 
     cfg: Config
     parts: RunParts
@@ -53,8 +53,8 @@ class Running(Protocol):
 
 
 def start(trainer: Running) -> None:
-    """Write what the run is, open the trackers, try the rewards, evaluate the untrained policy, and
-    save a checkpoint of iteration 0."""
+    """Write a description of the run, open the trackers, try the rewards, evaluate the untrained
+    policy, and save a checkpoint of iteration 0."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
     if parts.lock:
         parts.lock.take()
@@ -80,7 +80,7 @@ def start(trainer: Running) -> None:
 
 
 def _live(cfg: Config) -> dict[str, str]:
-    """Name what of the run was a live object, for environment.json."""
+    """Name the live objects of the run, for environment.json."""
     return {f"live {argument}": label for argument, label in named(cfg).items()}
 
 
@@ -106,18 +106,20 @@ def record(trainer: Running, it: Iteration) -> None:
     try:
         if cfg.eval.every and it.number % cfg.eval.every == 0 and it.number < cfg.iterations:
             it.metrics.update(evaluate(trainer))
-    finally:  # a reward may be gone by now, and the run stop; the iteration itself is finished
+    # record it even if a reward is gone and the run stops: the iteration itself is finished
+    finally:
         if main:
             add_metrics(parts.path, it.number, it.metrics)
         parts.weights.accelerator.log(it.metrics, step=it.number)
-        trainer.learner.touched = False  # recorded: a signal may give the next one up
+        # the iteration is recorded, so a signal may give up the next one
+        trainer.learner.touched = False
     parts.guards(it.metrics, it.number - 1)
 
 
 def evaluate(
     trainer: Running, name: str = "", *, guidance: float | str | None = None
 ) -> dict[str, float]:
-    """Evaluate the averaged weights on held-out prompts -> eval/*; {} where there are none.
+    """Evaluate the averaged weights on held-out prompts -> eval/*; {} if there are none.
 
     A named evaluation becomes a row of evaluation.json, and its images go into samples/.
     """
@@ -126,7 +128,7 @@ def evaluate(
         return {}
     named = bool(name) and parts.source.world.main
     how = held_out.settings_of(trainer.cfg, guidance=guidance)
-    # only what gets a row is announced: metrics of an iteration come every few seconds
+    # announce named evaluations only: those of iterations may come every few seconds
     if named:
         logger.info(f"evaluating: {name}, {cfg.images} images")
     with during("evaluation"), parts.weights.ema.swapped(), parts.source.policy.view("default"):
@@ -149,9 +151,10 @@ def evaluate(
 def finish(trainer: Running) -> Run:
     """Write the averaged LoRA, with the settings that load it, and the report.
 
-    NothingTrained, after the report, where there was no optimizer step; then no LoRA is written.
+    NothingTrained, after the report, if there was no optimizer step; then no LoRA is written.
     """
-    from flowrl.report import run_page  # charts and templates, at the end of a run only
+    # imported here: charts and templates are needed at the end of a run only
+    from flowrl.report import run_page
 
     parts, path = trainer.parts, trainer.parts.path
     if parts.source.world.main:
@@ -189,7 +192,7 @@ def export(parts: RunParts) -> None:
 
 
 def describe(trainer: Running) -> str:
-    """Say what an iteration will do, before it does it."""
+    """Say what an iteration will do, before it starts."""
     cfg, parts, source = trainer.cfg, trainer.parts, trainer.parts.source
     batch, algorithm = cfg.batch, parts.setup.algorithm
     group = batch.group + source.references
@@ -229,7 +232,7 @@ def _rewards(parts: RunParts) -> str:
 
 
 def _sampling(parts: RunParts) -> str:
-    """Steps, guidance and network calls of an iteration's samples."""
+    """Write steps, guidance and network calls of an iteration's samples."""
     cfg, source = parts.setup.cfg, parts.source
     if source.dataset is not None:
         return f"or fewer, read from {cfg.data.offline}"

@@ -1,4 +1,4 @@
-"""The ratio's self-test: the training forward gives the log-probs of the policy that sampled.
+"""The ratio's self-test: the training forward must give the log-probs of the policy that sampled.
 
 If it does not, every ratio is wrong: the loss would evaluate another policy than the one that
 sampled.
@@ -17,8 +17,8 @@ from flowrl.training import gradient
 from flowrl.training.update import Learner
 from flowrl.types import Columns, Rollout
 
-FP32_LIMIT = 1e-5  # |log ratio|
-CLIP_SHARE = 0.1  # in low precision: p99 |log ratio| at most this share of the clip range
+FP32_LIMIT = 1e-5  # most |log ratio| in fp32
+CLIP_SHARE = 0.1  # in low precision: most p99 |log ratio|, as a share of the clip range
 
 
 class RatioError(RuntimeError):
@@ -39,12 +39,12 @@ class RatioCheck:
         self.needed = "log_prob" in learner.algorithm.needs  # whether the next iteration calls it
 
     def restore(self, *, done: bool, recompute: bool) -> None:
-        """Take what an earlier process of the run found."""
+        """Take over the results of an earlier process of the run."""
         self.done, self.recompute = done, recompute
         self.needed = self.needed and (recompute or not done)
 
     def __call__(self, rollout: Rollout, columns: Columns, metrics: dict[str, float]) -> Columns:
-        """The columns, with recomputed log-probs where that is needed.
+        """Return the columns, with recomputed log-probs if they are needed.
 
         Adds policy/ratio_error to metrics: max |log ratio| over the rows of all processes.
         """
@@ -61,7 +61,7 @@ class RatioCheck:
         return Columns({**columns.data, **old}) if self.recompute else columns
 
     def first(self, recomputed: Tensor, columns: Columns) -> None:
-        """Make the test. All processes agree on what follows from it."""
+        """Make the test. All processes agree on its result."""
         cfg, learner = self.learner.cfg, self.learner
         low = needs_recomputing(
             recomputed, columns, precision=precision(cfg), clip=learner.algorithm.clip_size
@@ -95,7 +95,7 @@ def old_scores(
 def needs_recomputing(recomputed: Tensor, columns: Columns, *, precision: str, clip: float) -> bool:
     """Whether old log-probs must be recomputed each iteration.
 
-    precision: the lowest at work, "no" is fp32, where more than 1e-5 -> RatioError. Low precision:
+    precision: the lowest in use; "no" is fp32, where more than 1e-5 -> RatioError. Low precision:
     recompute when the 99th percentile of |log ratio| exceeds a tenth of clip.
     """
     if not len(columns):

@@ -1,4 +1,4 @@
-"""The records of a run: what it is made of, and what it gives to others."""
+"""The records of a run: its parts, and its results."""
 
 from __future__ import annotations
 
@@ -23,61 +23,65 @@ from flowrl.types import Columns, PromptBatch, Rewards, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What is trained, and what steps it."""
+    """The trained weights, and the objects that step them."""
 
-    parameters: dict[str, torch.nn.Parameter]  # by "<part>.<name in the part>", all that is trained
-    adamw: torch.optim.Optimizer  # over these parameters; checkpoints hold its moments
-    optimizer: Any  # the same, prepared by accelerate: it knows the fp16 scaler
+    parameters: dict[str, torch.nn.Parameter]  # "<part>.<name in the part>" -> trained parameter
+    adamw: torch.optim.Optimizer  # optimizer over these parameters; checkpoints hold its moments
+    optimizer: Any  # the same optimizer, prepared by accelerate: it knows the fp16 scaler
     ema: Ema  # moving averages of the parameters, which are evaluated and exported
     accelerator: Accelerator  # precision, trackers and the fp16 scaler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """What a run is made of. Policy, rewards, processes and books are in `source`."""
+    """The parts of a run. Policy, rewards, processes and books are in `source`."""
 
-    setup: Setup  # the config, the algorithm, and what follows from them
+    setup: Setup  # the config, the algorithm, and facts that follow from them
     path: Path  # the run's folder
-    source: Source  # where samples come from and who scores them
+    source: Source  # source of samples and their scores
     held_out: Prompts  # prompts of evaluations; none of them is trained on
-    weights: Weights  # what is trained, its optimizer and its averages
+    weights: Weights  # trained weights, their optimizer and their averages
     guards: Guards  # signs that the run trains nothing
     watch: Watch  # a held-out reward and detectors: signs that the reward is being hacked
-    identity: dict[str, dict[str, Any]]  # what the run was made of, see training/identity.py
-    lock: Lock | None  # on `path`; None in all processes but the main one
+    # settings, files, networks and code of the run, see training/identity.py
+    identity: dict[str, dict[str, Any]]
+    lock: Lock | None  # lock on `path`; None in all processes but the main one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credited:
     """The rows that an iteration trains on this process, with their advantages."""
 
-    batch: TrainingBatch  # the samples they belong to: all that were drawn, some, or old ones too
+    batch: TrainingBatch  # samples of these rows: all that were drawn, some, or old ones too
     columns: Columns  # (n,) rows of the loss
-    observed: dict[str, float]  # what Algorithm.observe found, a mean over processes
-    metrics: dict[str, float]  # these, and diversity/*, prompts/* and replay/* of all processes
+    observed: dict[str, float]  # result of Algorithm.observe, a mean over processes
+    # `observed`, and diversity/*, prompts/* and replay/* of all processes
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What one iteration did."""
+    """The result of one iteration."""
 
-    number: int  # from 1
+    number: int  # number of the iteration, from 1
     batch: PromptBatch  # the P prompts of this process
-    rollout: Rollout  # their B samples, and the states that led to them
+    rollout: Rollout  # B samples of these prompts, and the states that led to them
     rewards: Rewards  # (B,) scores of these samples
-    shown: Tensor  # (n, 3, H, W) media of the first samples; empty for those from files
-    metrics: dict[str, float]  # the line that metrics.jsonl holds, the same on all processes
+    shown: Tensor  # (n, 3, H, W) media of the first samples; empty for samples from files
+    metrics: dict[str, float]  # line of metrics.jsonl, the same on all processes
 
 
 @dataclass(slots=True)
 class Run:
     """A finished or stopped run."""
 
-    path: Path  # its folder
-    metrics: list[dict[str, Any]] = field(default_factory=list)  # the lines of metrics.jsonl
-    evaluation: dict[str, Any] = field(default_factory=dict)  # evaluation.json; {}: none was made
-    stopped: str | None = None  # why it ended before its last iteration
-    peak: dict[str, Any] = field(default_factory=dict)  # peak.json; {} where none was sought
+    path: Path  # path of its folder
+    metrics: list[dict[str, Any]] = field(default_factory=list)  # lines of metrics.jsonl
+    # content of evaluation.json; {}: none was made
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    stopped: str | None = None  # reason why it ended before its last iteration
+    # content of peak.json; {}: no peak was sought
+    peak: dict[str, Any] = field(default_factory=dict)
 
 
 class RunFailed(RuntimeError):
@@ -85,7 +89,7 @@ class RunFailed(RuntimeError):
 
 
 class NothingTrained(RuntimeError):
-    """The run ended before any optimizer step, and its LoRA was not written. run: what there is."""
+    """The run ended before any optimizer step, and its LoRA was not written. run: its files."""
 
     def __init__(self, sentence: str, run: Run) -> None:
         super().__init__(sentence)

@@ -1,4 +1,4 @@
-"""Going on with a run: is it still the same run, and from which checkpoint does it go on?"""
+"""Resume a run: check that it is still the same, and choose the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from flowrl.training.identity import Identity
 
 
 def config_of(run: Path, overrides: list[str] | None = None) -> Config:
-    """The Config of a run, changed by overrides; from its newest checkpoint where config.yaml was
-    lost."""
+    """Return the Config of a run, changed by overrides; it comes from the newest checkpoint if
+    config.yaml was lost."""
     path = run / "config.yaml"
     kept = None if path.is_file() else (_peek(run).get("identity") or {}).get("config")
     if kept:
@@ -30,7 +30,7 @@ def config_of(run: Path, overrides: list[str] | None = None) -> Config:
 
 
 def write_config(run: Path, cfg: Config) -> None:
-    """Write config.yaml, unless what is there says the same."""
+    """Write config.yaml, unless the existing one says the same."""
     path = run / "config.yaml"
     try:
         same = path.exists() and config.read_config(path) == cfg
@@ -41,7 +41,7 @@ def write_config(run: Path, cfg: Config) -> None:
 
 
 def check_resume(cfg: Config, run: Path, *, accept: bool = False) -> None:
-    """Raise ValueError, naming what differs, where a run would not go on with the settings, files
+    """Raise ValueError that names the differences if a run would not go on with the settings, files
     and code of its newest checkpoint, apart from settings that change no number. Nothing is loaded
     for it."""
     config_file(run)
@@ -52,8 +52,8 @@ def check_resume(cfg: Config, run: Path, *, accept: bool = False) -> None:
 def resume(trainer: state.Resumable, *, accept: bool = False) -> None:
     """Load the newest whole checkpoint; a run that has none yet starts from iteration 0.
 
-    What was damaged, lost or changed is said and kept in history.jsonl. All processes go on from
-    the same checkpoint.
+    Damage, losses and changes are reported and kept in history.jsonl. All processes go on from the
+    same checkpoint.
     """
     run, world = trainer.parts.path, trainer.parts.source.world
     found, changes = None, []
@@ -81,7 +81,7 @@ def _load(folder: Path) -> Checkpoint:
 
 
 def _peek(run: Path) -> dict[str, Any]:
-    """meta.json of the newest checkpoint, unverified; {} where there is none to read."""
+    """Read meta.json of the newest checkpoint, unverified; {} if there is none to read."""
     try:
         meta = checkpoint.read_json(checkpoint.latest(run) / checkpoint.META)
     except (CheckpointError, OSError):
@@ -90,9 +90,9 @@ def _peek(run: Path) -> dict[str, Any]:
 
 
 def _changes(run: Path, meta: dict[str, Any], now: Identity) -> list[str]:
-    """What differs from a checkpoint, but for what was accepted since it was written."""
+    """List differences from a checkpoint, except those that were accepted since it was written."""
     kept = meta.get("identity")
-    if not kept:  # of a version that kept none
+    if not kept:  # an earlier version wrote it, without an identity
         kept = {"config": config.read_config(run / "config.yaml").model_dump(mode="json")}
     accepted = [line for line in history.read(run) if line.get("event") == "changed"][-1:]
     if accepted and accepted[0].get("iteration") == meta.get("iteration"):
@@ -112,10 +112,10 @@ def _refuse(changes: list[str], run: Path) -> None:
 
 
 def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, str]) -> None:
-    """Warn of what was damaged, lost or edited in a run, and write it to history.jsonl."""
+    """Warn about damage, losses and edits in a run, and write them to history.jsonl."""
     iteration = int(found.meta["iteration"])
     history.add(run, "resumed", iteration=iteration)
-    # newer checkpoints that cannot be read go aside, so that the next resume does not try them
+    # newer checkpoints that cannot be read are renamed, so that the next resume does not try them
     for folder, what in found.damaged.items():
         aside = checkpoint.set_aside(folder)
         _note(
@@ -124,7 +124,7 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
             iteration,
             f"{what}; it is kept as {aside.name}, and the run goes on from {found.folder.name}",
         )
-    # settings, files and code, as far as the checkpoint knows them
+    # compare settings, files and code, as far as the checkpoint knows them
     kept = found.meta.get("identity")
     if not kept:
         logger.warning(
@@ -137,7 +137,7 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
     if changes:
         what = f"accepted: {listed(changes)}"
         _note(run, "changed", iteration, what, changes=changes)
-    # the metrics up to here are those that the checkpoint was written after
+    # check that metrics.jsonl still has the lines before which the checkpoint was written
     lines = recorded(run)
     if lost := [str(i) for i in range(1, iteration + 1) if i not in lines]:
         _note(

@@ -1,4 +1,4 @@
-"""A run from its first iteration to its end: progress bar, signals, stop rules, what is left."""
+"""Run all iterations: progress bar, signals, stop rules, and files at the end."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from flowrl.training.watch.guards import Dead
 
 
 class Iterating(outputs.Running, Protocol):
-    """What a run needs of a trainer, which trains when it is iterated."""
+    """The parts of a trainer that a run needs; a trainer trains when it is iterated."""
 
     def __iter__(self) -> Iterator[Iteration]: ...
 
 
 def run_to_the_end(trainer: Iterating) -> Run:
-    """Iterate with a progress bar, evaluate, and write the LoRA and the report; the run's folder is
-    unlocked however it ends."""
+    """Iterate with a progress bar, evaluate, and write the LoRA and the report; unlock the run's
+    folder, however the run ends."""
     with trainer.parts.lock or nullcontext(), explained(trainer):
         iterate(trainer)
         return outputs.finish(trainer)
 
 
 def iterate(trainer: Iterating) -> None:
-    """Run all iterations that are left, and evaluate after them."""
+    """Run the remaining iterations, and evaluate after them."""
     cfg, main = trainer.cfg, trainer.parts.source.world.main
     bar = log.Progress(cfg.iterations, done=trainer.iteration, show=main)
     with StopRequest(trainer), bar:
@@ -46,8 +46,8 @@ def iterate(trainer: Iterating) -> None:
         except Aborted as abort:
             trainer.stopped = str(abort)
         except Exception as error:
-            # Save where weights are those of a whole iteration, and all who hold them are here:
-            # these errors come on all processes at once, and those on one of them alone.
+            # Save if weights are those of a whole iteration and all who hold them are here: the
+            # first kind of error comes on all processes at once, the second on one alone.
             on_all = isinstance(error, TooManyInvalid | Dead)
             on_one = isinstance(error, RewardUnavailable | Lost) or ran_out(error)
             split = state.is_split(trainer.parts.weights)
@@ -59,7 +59,7 @@ def iterate(trainer: Iterating) -> None:
 
 
 def stop_rule(stop: StopConfig, metrics: dict[str, float], hours: float) -> str | None:
-    """The reason why a run ends after an iteration with these metrics; None: it goes on."""
+    """Return the reason why a run ends after an iteration with these metrics; None: it goes on."""
     reward, kl = metrics["reward/total"], metrics.get("policy/kl", 0.0)
     if stop.kl is not None and kl > stop.kl:
         return f"policy/kl {kl:.4g} exceeds stop.kl={stop.kl}"

@@ -1,4 +1,4 @@
-"""What follows from a config, once its algorithm and its policy are there."""
+"""Facts that follow from a config, once its algorithm and its policy exist."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from flowrl.types import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """A config with its algorithm, and what both of them make of the policy."""
+    """A config with its algorithm, and the facts that follow for the policy."""
 
     cfg: Config  # every setting, validated
-    algorithm: Algorithm  # the one that the config names, or a live one
-    sigmas: Tensor  # (T+1,) fp64, descending: the noise levels of rollouts
-    plan: Plan  # of the first iteration; those of others differ where a window moves
-    guidance: float | str  # of rollouts: the algorithm's own, or sampler.guidance
-    needs: frozenset[str]  # Algorithm.needs, and "reward" where rewards of mode=grad are climbed
-    state_rows: int  # network rows that one state costs, at the costlier guidance of the run
+    algorithm: Algorithm  # the algorithm that the config names, or a live one
+    sigmas: Tensor  # (T+1,) fp64, descending noise levels of rollouts
+    plan: Plan  # plan of the first iteration; those of others differ if a window moves
+    guidance: float | str  # guidance of rollouts: the algorithm's own, or sampler.guidance
+    needs: frozenset[str]  # Algorithm.needs, and "reward" if rewards of mode=grad are climbed
+    # number of network rows that one state costs, at the costlier guidance of the run
+    state_rows: int
     states: int  # most states in one forward of the loss: batch.micro // state_rows, at least 1
 
 
 def set_up(cfg: Config, algorithm: Algorithm, policy: Policy) -> Setup:
-    """Setup of a run; ValueError where the plan, or a guidance, does not suit method or model."""
+    """Make the Setup of a run; ValueError if plan or guidance do not suit method or model."""
     sigmas = schedule(cfg, policy)
     plan = algorithm.plan(sigmas, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
     algorithm.check(plan)
@@ -48,12 +49,12 @@ def set_up(cfg: Config, algorithm: Algorithm, policy: Policy) -> Setup:
 
 
 def rows_of_a_state(guidance: float | str, algorithm: Algorithm, policy: Policy) -> int:
-    """Network rows of one state in the loss: its reference may be guided where rollouts are not."""
+    """Count network rows of a state in the loss: its reference may be guided, rollouts not."""
     return max(map(policy.branches, (guidance, algorithm.reference_guidance)))
 
 
 def check_guidance(cfg: Config, algorithm: Algorithm, policy: Policy) -> float | str:
-    """Guidance of rollouts. One that the model does not know -> ValueError."""
+    """Return the guidance of rollouts. One that the model does not know -> ValueError."""
     guidance = cfg.sampler.guidance if algorithm.guidance is None else algorithm.guidance
     evaluated = (cfg.eval.guidance, cfg.eval.baseline_guidance or "none")
     helped = cfg.data.sampler.help.guidance or "none"

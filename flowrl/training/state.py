@@ -1,9 +1,8 @@
-"""What a checkpoint holds: all that a resumed run needs to go on bit for bit.
+"""The content of a checkpoint: all that a resumed run needs to go on bit for bit.
 
-Taken between iterations, when nothing is in flight. No random state: every random number is a
-function of the seed, the iteration and names. Before the first iteration there are no tensors
-either: the weights are what the config makes them, so that this checkpoint costs a large model
-nothing.
+It is taken between iterations, when nothing is in flight. It has no random state: every random
+number is a function of the seed, the iteration and names. Before the first iteration it has no
+tensors either: the config determines the weights, so that this checkpoint is small for any model.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Resumable(Protocol):
 
 
 def due(trainer: Resumable) -> bool:
-    """Whether a checkpoint is to be written now, which all processes answer alike: by
+    """Whether to write a checkpoint now, which all processes answer in the same way: by
     checkpoint.every, by checkpoint.minutes, or at the end."""
     cfg, done = trainer.parts.setup.cfg, trainer.iteration
     if done % cfg.checkpoint.every == 0 or done == cfg.iterations or trainer.stopped:
@@ -60,9 +59,9 @@ def is_split(weights: Weights) -> bool:
 
 def save(trainer: Resumable) -> Path | None:
     """Write a checkpoint of the present iteration, if there is none -> its folder, in the main
-    process; where weights are split, the others give their shares.
+    process; if weights are split, the others send their shares.
 
-    Before the run was started nothing is written (None): its config says all there is.
+    Before the run was started nothing is written (None): its config determines everything.
     """
     parts, path, world = trainer.parts, trainer.parts.path, trainer.parts.source.world
     split = is_split(parts.weights)
@@ -96,7 +95,7 @@ def save(trainer: Resumable) -> Path | None:
             )
         else:
             checkpoint.gather(tensors)
-    trainer.saved_at = trainer.iteration  # only now: a signal may interrupt the writing
+    trainer.saved_at = trainer.iteration  # set after writing, because a signal may interrupt it
     trainer.saved_time = time.monotonic()
     return folder
 
@@ -115,7 +114,7 @@ def _tensors(trainer: Resumable) -> Tensors:
 
 
 def load(trainer: Resumable, saved: Checkpoint) -> None:
-    """Restore what `save` wrote; CheckpointError where something is missing or does not fit."""
+    """Restore a checkpoint of `save`; CheckpointError if something is missing or does not fit."""
     try:
         if saved.meta["iteration"]:
             _load_tensors(trainer, saved)
@@ -133,7 +132,7 @@ def _load_tensors(trainer: Resumable, saved: Checkpoint) -> None:
         parts.source.policy.trainable.load(view, saved.group(view))
     weights.ema.load_state_dict(saved.group("ema"))
     checkpoint.unpack_optimizer(weights.adamw, weights.parameters, saved.group("optimizer"))
-    if parts.source.buffer:  # replay.size may have been set since
+    if parts.source.buffer:  # replay.size may have been set since the checkpoint
         parts.source.buffer.restore(saved.tensors.get("replay", {}))
 
 
@@ -142,7 +141,7 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
     if meta["scaler"]:
         parts.weights.accelerator.scaler.load_state_dict(meta["scaler"])
     parts.setup.algorithm.memory = dict(meta["memory"])
-    if "identity" in meta:  # earlier versions kept neither
+    if "identity" in meta:  # earlier versions kept neither identity nor guards
         parts.guards.state = meta["guards"]
     if "choice" in meta:
         parts.source.chooser.restore(meta["choice"])

@@ -28,10 +28,10 @@ def train(
 ) -> Run:
     """Train, or go on in a run's folder, to the end, a stop rule or a signal (`Run.stopped`).
 
-    cfg: a Config, or what load_config takes: an experiment's name, a YAML file, a mapping. None:
+    cfg: a Config, or a source of load_config: an experiment's name, a YAML file, a mapping. None:
     the defaults, or the config of the run that goes on.
-    resume: the folder of a run. accept_changes: go on although settings, files or code are others.
-    policy: a diffusers pipeline, or what load_policy returns, which is trained in place.
+    resume: the folder of a run. accept_changes: go on although settings, files or code differ.
+    policy: a diffusers pipeline, or a result of load_policy, which is trained in place.
     rewards: a function (media, prompts, context) -> (B,), a Reward, a name, a list of them, or
     {label: one of them or {"reward": it, "weight": 0.5}}.
     algorithm: a subclass of Algorithm, or an instance with its options.
@@ -39,11 +39,11 @@ def train(
     or names of files; a list alone is trained on, and nothing is evaluated.
     features: a function media (n, ...) -> (n, d) by which samples are compared (section diversity).
 
-    Objects stand in the place of what the config names; see flowrl.config.live. They are not
-    stored: a run goes on when they are passed again. On a GPU that cannot hold the run, by its
-    budget, a ValueError says which settings fit (guard.fits).
+    Objects take the place of what the config names; see flowrl.config.live. They are not stored: a
+    run goes on when they are passed again. On a GPU that cannot hold the run, by its budget, a
+    ValueError says which settings fit (guard.fits).
     """
-    # One function makes the trainer for scripts and for the command line.
+    # one function makes the trainer for scripts and for the command line
     trainer = start(
         cfg,
         resume=resume,
@@ -66,7 +66,7 @@ def start(
     accept_changes: bool = False,
     **live: Any,
 ) -> Trainer:
-    """The trainer of a run whose parts are built and checked, for `train` and for `flowrl train`.
+    """Make the trainer of a run, with parts built and checked, for `train` and `flowrl train`.
 
     On a GPU the budget of the run comes first, since it costs seconds and a model may cost minutes.
     """

@@ -1,7 +1,7 @@
 """Losses whose terms join rows (a sample, a group) that need not fit into one micro-batch.
 
-Where each unit fits, micro-batches hold whole units. Where one does not, the gradient comes in two
-passes and is exact: c = d loss / d scores of the whole batch, then sum(c * score) of its parts.
+If each unit fits, micro-batches hold whole units. If one does not, the gradient comes in two passes
+and is exact: c = d loss / d scores of the whole batch, then sum(c * score) of its parts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flowrl.types import Columns, LossOutput, Rollout
 
 
 def split_units(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor] | None:
-    """Row numbers, on the CPU, of micro-batches of whole units (rows that one term of the loss
-    joins); None when a unit exceeds `micro` network rows."""
+    """Split rows into micro-batches of whole units (rows that one term of the loss joins) -> row
+    numbers, on the CPU; None when a unit exceeds `micro` network rows."""
     network, units = algorithm.network_rows(batch), batch.host("unit")
     parts: list[Tensor] = []
     for unit in torch.unique(units).tolist():
@@ -45,7 +45,7 @@ def accumulate(
 
     parts: the rows of each micro-batch, on the CPU.
     """
-    # Scores of the whole batch without gradient, and c = d loss / d scores.
+    # first pass: scores of the whole batch without gradient, and c = d loss / d scores
     whole: dict[str, Tensor] = {}
     with torch.no_grad():
         for rows in parts:
@@ -53,7 +53,7 @@ def accumulate(
                 at = rows.to(value.device, non_blocking=True)
                 whole.setdefault(name, value.new_empty(len(batch)))[at] = value
     out, c = coefficients(algorithm, whole, batch)
-    # sum(c * score) of a part has the gradient that the loss has in this part's scores.
+    # second pass: sum(c * score) of a part has the gradient of the loss in this part's scores
     for rows in parts:
         scores = algorithm.score(policy, rollout, batch[rows])
         trained = {name: v for name, v in scores.items() if name in c and v.requires_grad}
@@ -65,7 +65,7 @@ def accumulate(
 def coefficients(
     algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns
 ) -> tuple[LossOutput, dict[str, Tensor]]:
-    """The loss of given scores, and its derivative by each score that it depends on."""
+    """Return the loss of given scores, and its derivative by each score that it depends on."""
     leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
     with torch.enable_grad():
         out = algorithm.loss(leaves, batch)

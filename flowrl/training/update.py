@@ -1,7 +1,7 @@
 """The update: rows of an iteration -> optimizer steps, each on whole prompts.
 
-Its gradient is that of a sum of terms: the method's own loss and, where rewards have mode=grad, the
-loss of these. Each is a mean over its own rows, whatever the number of the other's.
+Its gradient is that of a sum of terms: the method's own loss and, if rewards have mode=grad, the
+loss of these. Each is a mean over its own rows, whatever the number of the other's rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Learner:
             backward=self.world.backward,
         )
         self.micro = setup.states  # most states in one forward
-        self.step = 0  # optimizer steps taken
-        self.nonfinite = 0  # updates in a row that were skipped, as their gradient is not finite
+        self.step = 0  # number of optimizer steps taken
+        # number of updates in a row that were skipped because their gradient is not finite
+        self.nonfinite = 0
         self.touched = False  # whether weights moved since the last recorded iteration
 
     def update(
@@ -52,7 +53,7 @@ class Learner:
         out = {"policy/grad_norm": 0.0, "policy/skipped": 0.0, "policy/rows": 0.0}
         summed: list[tuple[dict[str, float], float]] = []
         for u in range(updates := self.cfg.batch.updates):
-            # the weight of all processes' rows is known before the first micro-batch
+            # the sum over processes of the rows' weights is needed before the first micro-batch
             parts = [term.part(u, batch.turns, self.world) for term in terms]
             if not any(part.weight for part in parts):  # no group has a signal
                 out["policy/skipped"] += 1
@@ -77,8 +78,8 @@ class Learner:
     def gradient(
         self, rollout: Rollout, parts: list[Term]
     ) -> tuple[list[dict[str, Tensor]], float]:
-        """Gradient of the sum of the terms' mean losses, clipped -> (summed metrics of each term,
-        norm before clipping)."""
+        """Compute the gradient of the sum of the terms' mean losses, clipped -> (summed metrics of
+        each term, norm before clipping)."""
         self.weights.optimizer.zero_grad(set_to_none=True)
         metrics = [
             gradient.accumulate(
@@ -99,13 +100,14 @@ class Learner:
         return metrics, self.world.clip_gradients(parameters, self.cfg.optimizer.max_grad_norm)
 
     def apply(self) -> None:
-        """One optimizer step, and the averaged weights after it."""
+        """Take one optimizer step, and update the averaged weights after it."""
         self.nonfinite = 0
         for group in self.weights.optimizer.param_groups:
             group["lr"] = self.watch.state["rate"] * learning_rate(self.cfg, self.step)
         self.touched = True
         self.weights.optimizer.step()
-        self.weights.optimizer.zero_grad(set_to_none=True)  # its memory is free until the next
+        # None frees the gradients' memory until the next update
+        self.weights.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         self.weights.ema.step()
 
@@ -113,7 +115,7 @@ class Learner:
         """Skip an update, write its batch out, and give up after guard.nonfinite in a row."""
         self.nonfinite += 1
         if self.weights.accelerator.scaler is not None:
-            self.weights.optimizer.step()  # the fp16 scaler skips it and lowers its scale
+            self.weights.optimizer.step()  # the fp16 scaler skips this step and lowers its scale
         self.weights.optimizer.zero_grad(set_to_none=True)
         name = f"step-{self.step:06d}-rank-{self.world.process}"
         write_out(self.path, name, rollout, rows)
@@ -127,11 +129,12 @@ class Term:
 
     objective: Algorithm  # the method, or the climbed rewards (Climb)
     rows: Columns  # (n,) rows of the loss
-    weight: float = 0.0  # of the rows of all processes, which their summed loss is divided by
+    # weight of the rows of all processes, by which their summed loss is divided
+    weight: float = 0.0
     count: float = 0.0  # number of the rows of all processes
 
     def part(self, u: int, turns: Tensor, world: World) -> Term:
-        """The rows of update u; turns (P,): in which update each prompt is."""
+        """Take the rows of update u; turns (P,): number of the update that trains each prompt."""
         rows = self.rows[torch.nonzero(turns[self.rows.prompt] == u).flatten()]
         count = torch.stack([rows.weight.sum(), rows.weight.new_tensor(float(len(rows)))])
         weight, number = world.sum(count).tolist()
@@ -139,8 +142,8 @@ class Term:
 
 
 def climbed_terms(source: Source, batch: TrainingBatch, iteration: int) -> list[Term]:
-    """The term of rewards with mode=grad that count in this iteration, if there are any, on its new
-    samples."""
+    """Make the term of rewards with mode=grad that count in this iteration, if there are any, on
+    its new samples."""
     climbed, cfg = source.climbed, source.cfg
     if climbed is None or not any(climbed.weights.values()):
         return []
@@ -150,9 +153,9 @@ def climbed_terms(source: Source, batch: TrainingBatch, iteration: int) -> list[
 
 
 def weighted_means(summed: Iterable[tuple[dict[str, float], float]]) -> dict[str, float]:
-    """Metrics of several updates, each averaged over the rows of its term. summed: for each term of
+    """Average metrics of several updates, each over the rows of its term. summed: for each term of
     each update its metrics, summed over rows, and the weight of these rows."""
-    sums: dict[str, tuple[float, float]] = {}  # name -> sum, weight
+    sums: dict[str, tuple[float, float]] = {}  # name -> (sum, weight)
     for metrics, weight in summed:
         for name, value in metrics.items():
             total, before = sums.get(name, (0.0, 0.0))
@@ -161,7 +164,7 @@ def weighted_means(summed: Iterable[tuple[dict[str, float], float]]) -> dict[str
 
 
 def learning_rate(cfg: Config, step: int) -> float:
-    """Rate of optimizer step `step`, from 0: linear warm-up, then optimizer.schedule to the end."""
+    """Return the rate of step `step`, from 0: linear warm-up, optimizer.schedule to the end."""
     o, total = cfg.optimizer, cfg.iterations * cfg.batch.updates
     if step < o.warmup:
         return o.lr * (step + 1) / (o.warmup + 1)

@@ -22,7 +22,7 @@ Across = Callable[[Tensor], Tensor]
 
 
 def winner_gain(learner: Learner, seen: Observation) -> dict[str, float]:
-    """policy/winner_gain, an observer of runs that have a reference at hand."""
+    """Observe policy/winner_gain, in runs that have a reference at hand."""
     with learner.policy.ledger.phase("reference"):
         gain = mean_gain(
             learner.algorithm,
@@ -52,10 +52,10 @@ def mean_gain(
     gather: Across = _alone,
     total: Across = _alone,
 ) -> float | None:
-    """Mean of fit(policy) - fit(reference) over rows of positive advantage; None without any.
+    """Return the mean of fit(policy) - fit(reference) over rows of positive advantage, or None.
 
-    About `most` rows, drawn by their noise keys. gather, total: concatenate and sum over processes,
-    so that the same rows are looked at on any number of them.
+    It reads about `most` rows, drawn by their noise keys. gather, total: concatenate and sum over
+    processes, so that the same rows are chosen for any number of processes.
     """
     rows = torch.nonzero(batch.adv > 0).flatten()
     draw = keys.uniform(keys.key("winners", batch.noise_key[rows]))

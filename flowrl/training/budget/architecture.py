@@ -1,7 +1,7 @@
 """The architecture of a pipeline without its weights: the numbers of its components' config files.
 
 They come from a folder in diffusers layout, from a snapshot of the hub in this machine's cache, or
-from configs/architecture, which holds those of the models of configs/model. Nothing is downloaded.
+from configs/architecture, for the models of configs/model. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SKIPPED = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
 class Architecture:
     """The components of a pipeline, by their configs."""
 
-    source: str  # the name, folder or hub id that was asked for
+    source: str  # name, folder or hub id that was asked for
     pipeline: str  # name of the pipeline's class
     parts: Mapping[str, Mapping[str, Any]]  # component -> its config, with its "_class_name"
-    where: str  # what the configs were read from
+    where: str  # place from which the configs were read
 
     def config(self, part: str) -> dict[str, Any]:
-        """A component's config, with what its class has as defaults."""
+        """Return a component's config, with the defaults of its class."""
         own = self.parts[part]
         cls = class_of(str(own["_class_name"]))
         if getattr(cls, "config_class", None) is not None:
@@ -46,8 +46,8 @@ class Architecture:
     def build(
         self, part: str, dtype: torch.dtype, device: torch.device | str = "meta"
     ) -> nn.Module:
-        """A component with new weights, frozen and in eval mode; on the meta device it has shapes
-        and no values."""
+        """Build a component with new weights, frozen and in eval mode; on the meta device it has
+        shapes and no values."""
         own = _plain(self.parts[part])
         cls = class_of(str(self.parts[part]["_class_name"]))
         with quiet(), torch.device(device):
@@ -60,7 +60,7 @@ class Architecture:
 
 
 def class_of(name: str) -> Any:
-    """The class of diffusers or transformers that has a name; ValueError for another name."""
+    """Find the class of diffusers or transformers with this name; ValueError for another name."""
     for package in ("diffusers", "transformers"):
         found = getattr(import_module(package), name, None)
         if found is not None:
@@ -69,13 +69,13 @@ def class_of(name: str) -> Any:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without the private keys of diffusers."""
+    """Return a config without the private keys of diffusers."""
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
 def read(source: str) -> Architecture:
-    """The architecture behind a name of configs/model, a folder or a hub id; ValueError where it is
-    neither known nor on this machine."""
+    """Read the architecture behind a name of configs/model, a folder or a hub id; ValueError if it
+    is neither known nor on this machine."""
     name = resolve_source(source)[0]
     if name.startswith("package:"):
         package, _, inside = name.removeprefix("package:").partition("/")
@@ -100,7 +100,7 @@ def read(source: str) -> Architecture:
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
-    """What configs/architecture holds, by hub id."""
+    """Read configs/architecture, by hub id."""
     files = (resources.files("flowrl.configs") / "architecture").iterdir()
     trees: list[Any] = [
         yaml_text.load(file.read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ def _known() -> dict[str, dict[str, Any]]:
 
 
 def _cached(name: str) -> Path | None:
-    """The folder of a snapshot that the hub's cache holds."""
+    """Find the folder of a snapshot in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache
 
     repo, revision = hub.split(name)
@@ -122,7 +122,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _of_folder(source: str, folder: Path) -> Architecture:
-    """The architecture of a folder in diffusers layout."""
+    """Read the architecture of a folder in diffusers layout."""
     index_file = folder / "model_index.json"
     if not index_file.is_file():
         raise ValueError(f"{folder} holds no model_index.json; give the folder of a pipeline")

@@ -1,8 +1,8 @@
-"""What one call of a policy costs, found by running it on the meta device: FLOPs, seconds of a
+"""Find the cost of one call of a policy by running it on the meta device: FLOPs, seconds of a
 device, and bytes.
 
-Costs are affine in the number of rows (a test holds them to it), so that two sizes tell all
-others; a single row is run by itself, since axes of length 1 spare copies.
+Costs are affine in the number of rows (a test checks this), so that two sizes tell the cost of all
+others; a single row is run by itself, since axes of length 1 save copies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowrl.training.budget.modelled import META, ModelledPolicy
 from flowrl.training.budget.rehearsal import PolicyCall
 from flowrl.training.budget.roofline import Device
 
-# Seconds that pointwise operators and norms take with compiled blocks, over those without: one
+# Ratio of the seconds of pointwise operators and norms with compiled blocks to those without: one
 # factor for every network and device, which was not measured on a GPU. A model of inductor's
 # kernels gave it for SD3.5-Medium, less for FLUX.1-dev and more for SD 1.5 (docs/LOG.md).
 COMPILED = 0.35
@@ -30,30 +30,32 @@ COMPILED = 0.35
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a forward or a backward takes on the device."""
+    """The cost of a forward or a backward on the device."""
 
-    flops: float = 0.0  # by torch's formulas
-    seconds: float = 0.0  # of the device; what the host takes to issue operators is not in it
+    flops: float = 0.0  # FLOPs by torch's formulas
+    seconds: float = 0.0  # seconds on the device, without the host's time to issue operators
     operators: float = 0.0  # number of operators that the host issues
-    peak: float = 0.0  # bytes at the highest moment, above those that live when it begins
-    # bytes that live on after it, without its result: what a backward reads, or an encoder's
-    # answers; a backward frees what its forward left, so that its number is below 0
+    peak: float = 0.0  # bytes at the highest moment, above those that live when the call begins
+    # bytes that live on after it, without its result: tensors that a backward reads, or an
+    # encoder's answers; a backward frees those of its forward, so that its number is below 0
     left: float = 0.0
-    kinds: dict[str, float] = field(default_factory=dict)  # the seconds, by kind of operator
+    # kind of operator -> its part of the seconds
+    kinds: dict[str, float] = field(default_factory=dict)
 
 
 class Costs:
     """Costs of a policy's calls on a device; each kind of call is run once. low: the precision of
-    autocast, None without."""
+    autocast; None: there is no autocast."""
 
     def __init__(self, policy: ModelledPolicy, device: Device, *, low: torch.dtype | None) -> None:
         self.policy, self.device, self.low = policy, device, low
         self.known: dict[tuple[PolicyCall, Any], tuple[Cost, Cost]] = {}
         for weight in policy.trainable.named().values():
-            weight.grad = torch.empty_like(weight)  # micro-batches add to it
+            # the gradient exists already: micro-batches add to it
+            weight.grad = torch.empty_like(weight)
 
     def of(self, call: PolicyCall, cfg: Config) -> tuple[Cost, Cost]:
-        """Forward and backward of a call, under the settings of a config that change them."""
+        """Return the costs of a call's forward and backward, under a config's settings."""
         settings = {
             "velocity": (cfg.train.gradient_checkpointing, cfg.train.compile),
             "decode": cfg.model.tiling,
@@ -65,7 +67,7 @@ class Costs:
         return self.known[call, settings]
 
     def _near(self, call: PolicyCall, settings: Any) -> list[tuple[int, tuple[Cost, Cost]]]:
-        """The same call of the network at two other numbers of rows above 1, that were run."""
+        """Find runs of the same network call at other numbers of rows above 1."""
         if call.what != "velocity" or call.rows == 1:
             return []
         alike = [
@@ -118,8 +120,8 @@ class Costs:
         grad, before = torch.empty_like(out), meter.live
         meter.reset_peak()
         with meter, Attention(low, cuda=cuda, keep=False):
-            # what backward() comes down to; by itself it leaves Attention, and what checkpointing
-            # computes again would be other operators
+            # the function behind backward(), which itself would leave the mode Attention, so that
+            # recomputed blocks would run other operators
             torch.autograd.Variable._execution_engine.run_backward(
                 (out,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
@@ -136,15 +138,15 @@ class Costs:
 
     @torch.no_grad()
     def _encode(self, prompts: int) -> Cost:
-        """Prompts are asked for one by one; what encoders answer waits in host memory, and is
-        joined on the device."""
+        """Return the cost of encoding prompts one by one; encoders' answers wait in host memory,
+        and are joined on the device."""
         meter = Meter(self.device)
         with meter, Attention(self.low, cuda=self.device.cuda):
             answers = self.policy.encode_one()
         one = booked(meter)
         sizes = [prompts * answer.nbytes for answer in answers]
         joined, kept = max(sizes, default=0), min(sum(sizes), LARGEST)
-        # on a CPU, host memory and the device's are one
+        # on a CPU, host memory and device memory are the same
         host, left = (0, 0) if self.device.cuda else (kept + joined, kept)
         return Cost(
             flops=prompts * one.flops,
@@ -157,8 +159,8 @@ class Costs:
 
 
 def booked(meter: Meter, before: int = 0, *, compiled: bool = False) -> Cost:
-    """What a meter has booked so far, with its peak above `before` bytes. compiled: whether the
-    network's blocks are, which changes seconds on the device and nothing else."""
+    """Return the costs that a meter has booked so far, with its peak above `before` bytes.
+    compiled: whether the network's blocks are, which changes only seconds on the device."""
     kinds = dict(meter.by_kind)
     if compiled:
         kinds |= {kind: COMPILED * kinds[kind] for kind in POINTWISE if kind in kinds}
@@ -174,8 +176,8 @@ def booked(meter: Meter, before: int = 0, *, compiled: bool = False) -> Cost:
 def _on_line(
     call: PolicyCall, low: tuple[int, tuple[Cost, Cost]], high: tuple[int, tuple[Cost, Cost]]
 ) -> tuple[Cost, Cost]:
-    """Forward and backward on the lines through those of two other numbers of rows. The number of
-    operators is that of the second: a network's first call may have a few more."""
+    """Extend the costs of forward and backward on the lines through two other numbers of rows. The
+    number of operators is the second's: a network's first call may have a few more."""
     share = (call.rows - low[0]) / (high[0] - low[0])
     names = ("flops", "seconds", "peak", "left", "kinds")
     forward, backward = (on_line(a, b, share, *names) for a, b in zip(low[1], high[1], strict=True))

@@ -1,6 +1,6 @@
-"""What a pipeline's call gives its networks, by shapes alone, of the pipelines of configs/model.
+"""The arguments that the pipelines of configs/model give their networks, as shapes.
 
-For all others this is inferred from the pipeline itself (flowrl/policy/pipeline.py), which needs
+For all others they are inferred from the pipeline itself (flowrl/policy/pipeline.py), which needs
 its weights.
 """
 
@@ -15,7 +15,8 @@ import torch
 
 from flowrl.training.budget.architecture import Architecture, class_of
 
-Size = tuple[tuple[int, ...], torch.dtype | None]  # of one row; None: the networks' dtype
+# shape of one row, and dtype; None: the networks' dtype
+Size = tuple[tuple[int, ...], torch.dtype | None]
 Arguments = dict[tuple[Any, ...], Any]  # path of a call's argument -> a Size, or its value
 FP32 = torch.float32
 
@@ -24,52 +25,53 @@ FP32 = torch.float32
 class NetworkCall:
     """One call of the network at a denoising step."""
 
-    rows: Arguments  # those with a row a prompt
-    shared: Arguments  # the others, beside return_dict=False
-    blocks: int = 1  # copies of the batch in the call: branches of guidance
-    latents: str = "hidden_states"  # name of the argument that is the latents
+    rows: Arguments  # arguments with a row for each prompt
+    shared: Arguments  # the other arguments, beside return_dict=False
+    blocks: int = 1  # number of copies of the batch in the call: branches of guidance
+    latents: str = "hidden_states"  # name of the argument that holds the latents
     time: str = "t"  # rule of the time argument (flowrl/policy/replay/arguments.py)
-    scaled: str = "1"  # rule by which latents are scaled
+    scaled: str = "1"  # rule by which latents are scaled (the same file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """What a text encoder is asked for each prompt."""
+    """The call of a text encoder for each prompt."""
 
     part: str  # name of the component
-    tokens: int  # of a prompt, padded
-    hidden_states: bool = False  # whether the states of all its layers are kept until it is done
+    tokens: int  # number of tokens of a prompt, padded
+    # whether the states of all its layers are kept until it has finished
+    hidden_states: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallShapes:
-    """What a pipeline's call gives its networks; shapes are of one row."""
+    """The arguments that a pipeline gives its networks; shapes are those of one row."""
 
-    pipeline: str  # name of its class
+    pipeline: str  # name of the pipeline's class
     network: str  # component that denoises
-    latent: tuple[int, ...]  # as the sampler sees it
-    z: tuple[int, ...]  # as the VAE gets it
-    image: tuple[int, ...]  # what the VAE makes of it
-    media: tuple[int, ...]  # what the pipeline returns
-    calls: tuple[NetworkCall, ...]  # of a denoising step
-    encoders: tuple[Encoder, ...]  # in the order in which the pipeline asks them
-    weights: tuple[float, ...]  # of the branches of guidance
-    cond: int = 0  # which branch is the conditional one
-    rule: str = "linear"  # how branches are combined (flowrl/policy/replay/guidance.py)
-    prediction: str = "flow"  # what the network predicts: "flow" or "epsilon"
-    axes: tuple[int, ...] = (0, 1, 2)  # which axis of image each axis of media is
-    shifted: bool = True  # whether a constant is added to latents before the VAE
-    time_dtype: torch.dtype | None = FP32  # of the time argument; None: the networks'
+    latent: tuple[int, ...]  # shape of the sampler's latents
+    z: tuple[int, ...]  # shape of the latents that the VAE gets
+    image: tuple[int, ...]  # shape of the VAE's output
+    media: tuple[int, ...]  # shape of the pipeline's output
+    calls: tuple[NetworkCall, ...]  # network calls of a denoising step
+    encoders: tuple[Encoder, ...]  # text encoders in the order in which the pipeline calls them
+    weights: tuple[float, ...]  # weight of each branch of guidance
+    cond: int = 0  # place of the conditional branch
+    rule: str = "linear"  # rule that combines branches (flowrl/policy/replay/guidance.py)
+    prediction: str = "flow"  # prediction of the network: "flow" or "epsilon"
+    axes: tuple[int, ...] = (0, 1, 2)  # axis of image for each axis of media
+    shifted: bool = True  # a constant is added to latents before the VAE
+    time_dtype: torch.dtype | None = FP32  # dtype of the time argument; None: the networks'
 
 
 @dataclass(slots=True)
 class _PipelineCall:
     """An architecture and the arguments of its pipeline's call, with the class's own defaults."""
 
-    a: Architecture  # of the pipeline
-    call: Mapping[str, Any]  # arguments that a config sets
+    a: Architecture  # architecture of the pipeline
+    call: Mapping[str, Any]  # arguments of the call that a config sets
     network: str = field(init=False)  # component that denoises
-    net: dict[str, Any] = field(init=False)  # its config
+    net: dict[str, Any] = field(init=False)  # config of the denoising component
     vae: dict[str, Any] = field(init=False)  # config of the VAE
 
     def __post_init__(self) -> None:
@@ -77,31 +79,31 @@ class _PipelineCall:
         self.net, self.vae = self.a.config(self.network), self.a.config("vae")
 
     def shapes(self, **known: Any) -> CallShapes:
-        """CallShapes of this pipeline and network."""
+        """Make the CallShapes of this pipeline and network."""
         return CallShapes(pipeline=self.a.pipeline, network=self.network, **known)
 
     def get(self, name: str) -> Any:
-        """An argument of the call, or its default."""
+        """Return an argument of the call, or its default."""
         parameters = inspect.signature(class_of(self.a.pipeline).__call__).parameters
         given = self.call.get(name)
         return parameters[name].default if given is None and name in parameters else given
 
     def guided(self, name: str = "guidance_scale") -> float | None:
-        """The scale of classifier-free guidance, where it is on."""
+        """Return the scale of classifier-free guidance, or None where it is off."""
         scale = float(self.get(name) or 0)
         return scale if scale > 1 else None
 
     def pixels(self, usual: int) -> tuple[int, int]:
-        """Height and width of the media."""
+        """Return height and width of the media."""
         return int(self.get("height") or usual), int(self.get("width") or usual)
 
     def tokens(self, part: str) -> int:
-        """The longest prompt that a text encoder of CLIP reads."""
+        """Return the number of tokens in the longest prompt that a CLIP text encoder reads."""
         return int(self.a.config(part)["max_position_embeddings"])
 
 
 def call_shapes(a: Architecture, call: Mapping[str, Any]) -> CallShapes:
-    """The calls of a pipeline; ValueError for one that is not written down here."""
+    """Return the calls of a pipeline; ValueError if this file does not describe it."""
     if a.pipeline not in PIPELINES or "transformer_2" in a.parts:
         raise ValueError(
             f"flowrl budget knows the calls of {', '.join(PIPELINES)} with one denoiser, and"
@@ -111,7 +113,7 @@ def call_shapes(a: Architecture, call: Mapping[str, Any]) -> CallShapes:
 
 
 def _guidance(scale: float | None, *, cond: int) -> dict[str, Any]:
-    """Weights of the branches of classifier-free guidance."""
+    """Return weights of the branches of classifier-free guidance."""
     if scale is None:
         return {"weights": (1.0,), "cond": 0}
     pair = (scale, 1 - scale)
@@ -119,7 +121,7 @@ def _guidance(scale: float | None, *, cond: int) -> dict[str, Any]:
 
 
 def _image(of: _PipelineCall, scale: int, usual: int) -> dict[str, Any]:
-    """Latents (C, h, w) that the sampler sees as the VAE does."""
+    """Return shapes of latents (C, h, w) that are equal for sampler and VAE."""
     height, width = of.pixels(usual)
     channels = of.vae["latent_channels"]
     z = (channels, height // scale, width // scale)
@@ -128,7 +130,7 @@ def _image(of: _PipelineCall, scale: int, usual: int) -> dict[str, Any]:
 
 
 def _kl_scale(vae: Mapping[str, Any]) -> int:
-    """Pixels a latent, of an AutoencoderKL."""
+    """Return how many pixels an AutoencoderKL has for each latent, along one axis."""
     return 2 ** (len(vae["block_out_channels"]) - 1)
 
 
@@ -156,7 +158,7 @@ def _sd3(of: _PipelineCall) -> CallShapes:
 
 
 def _packed(of: _PipelineCall, scale: int, frames: bool) -> tuple[dict[str, Any], tuple[int, int]]:
-    """Latents in patches of 2 x 2, (S, 4 C) -> shapes, (rows, columns of patches)."""
+    """Pack latents in patches of 2 x 2, (S, 4 C) -> shapes, (rows, columns of patches)."""
     height, width = of.pixels(128 * scale)
     h, w = height // (2 * scale), width // (2 * scale)
     channels = of.net["in_channels"] // 4
@@ -194,8 +196,8 @@ def _flux(of: _PipelineCall) -> CallShapes:
     )
 
 
-EMPTY_QWEN = 6  # tokens of " " in Qwen-Image's template, after those that it drops
-TEMPLATE_QWEN = 34  # tokens of the template, which are dropped
+EMPTY_QWEN = 6  # number of tokens of " " in Qwen-Image's template, after the dropped ones
+TEMPLATE_QWEN = 34  # number of tokens at the template's begin, which the pipeline drops
 
 
 def _qwen(of: _PipelineCall) -> CallShapes:

@@ -1,5 +1,5 @@
-"""Which cards a run fits, and which settings make it fit: one change after the other (lighter.py)
-to the phase with the peak, each a budget of its own."""
+"""Find the cards that a run fits, and the settings that make it fit: one change after the other
+(lighter.py) to the phase with the peak, each with a budget of its own."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from flowrl.runtime.log import logger
 from flowrl.training.budget.planner import UNKNOWN, Budget, Planner
 from flowrl.training.budget.roofline import GIB, Device, of_cuda
 
-# GiB that programs find free on cards of so many gigabytes
+# size of a card in gigabytes -> GiB that programs find free on it
 CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
-MOST = 16  # changes that are tried
-LARGE = 300_000_000  # weights of a network from which a run's budget is worth seconds at its start
+MOST = 16  # most changes that are tried
+# number of weights from which a network's budget, at a run's start, is worth its seconds
+LARGE = 300_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A budget, and the settings that it has in place of the config's."""
+    """A budget, and the settings that it replaces in the config."""
 
-    settings: Settings  # what differs from the config, by dotted name
-    budget: Budget  # of the config with these settings
+    settings: Settings  # settings that differ from the config, by dotted name
+    budget: Budget  # budget of the config with these settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """Budgets of a config and of lighter ones."""
 
-    steps: list[Step]  # the config as it is first, then with ever more settings changed
+    steps: list[Step]  # steps from the config itself to ever more changed settings
 
     @property
     def own(self) -> Budget:
-        """The budget of the config as it is."""
+        """The budget of the config itself."""
         return self.steps[0].budget
 
     def on(self, free: float) -> Step | None:
-        """The first step that a card with so many free GiB holds; None: none does."""
+        """Return the first step that a card with so many free GiB can hold; None: there is none."""
         return next((step for step in self.steps if step.budget.needed <= free), None)
 
 
@@ -61,11 +62,12 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
 
 
 def shortage(planner: Planner, budget: Budget, cards: tuple[float, ...]) -> Shortage:
-    """Where a run that fits one card needs less to fit the next smaller one."""
+    """Describe where a run that fits one card must save memory to fit the next smaller one."""
     free = [card for card in cards if card > budget.resident + budget.device.reserve]
     return Shortage(
         phase=budget.highest,
-        held=not free or budget.needed <= min(free),  # smaller cards do not hold even what stays
+        # then smaller cards do not hold even the memory that stays
+        held=not free or budget.needed <= min(free),
         gpus=planner.gpus,
         state=planner.state,
         cuda=planner.device.cuda,
@@ -73,7 +75,7 @@ def shortage(planner: Planner, budget: Budget, cards: tuple[float, ...]) -> Shor
 
 
 def record(found: Fit) -> dict[str, Any]:
-    """A fit as JSON: see docs/budget.md for its keys."""
+    """Write a fit as JSON: see docs/budget.md for its keys."""
     b = found.own
     return {
         "model": b.model,
@@ -89,7 +91,7 @@ def record(found: Fit) -> dict[str, Any]:
             "peak": b.peak,
             "needed": b.needed,
             "highest": b.highest,
-            # what stays, one by one: keys with a slash are parts of the key before it
+            # memory that stays, by parts: a key with a slash is a part of the key before it
             **{f"resident/{name}": size for name, size in b.fixed.items()},
         },
         "phases": {
@@ -115,7 +117,7 @@ def record(found: Fit) -> dict[str, Any]:
 
 
 def _on(found: Fit, free: float) -> dict[str, Any]:
-    """Whether a card holds the run: as it is, or with other settings."""
+    """Say whether a card holds the run, unchanged or with other settings."""
     step = found.on(free)
     if step is None:
         return {"fits": False, "settings": None, "gb": None, "seconds": None}
@@ -133,7 +135,7 @@ class DoesNotFit(ValueError):
 
 
 def check(found: Fit, free: float) -> None:
-    """DoesNotFit where a device with so many GiB cannot hold the run; it names the nearest settings
+    """DoesNotFit if a device with so many GiB cannot hold the run; it names the nearest settings
     that fit."""
     b, step = found.own, found.on(free)
     if step is not None and not step.settings:
@@ -147,7 +149,7 @@ def check(found: Fit, free: float) -> None:
 
 
 def summary(found: Fit) -> str:
-    """One paragraph about a run, before it starts."""
+    """Write one paragraph about a run, before it starts."""
     b = found.own
     parts = ", ".join(
         f"{name} {phase.seconds:.3g} s" for name, phase in b.phases.items() if phase.flops
@@ -161,8 +163,9 @@ def summary(found: Fit) -> str:
 
 
 def before(cfg: Config) -> str | None:
-    """What `flowrl train` says of a run that is to start on this machine's GPU. DoesNotFit where
-    guard.fits is true and it does not; None without a GPU, and in all processes but the first."""
+    """Write what `flowrl train` says about a run before it starts on this machine's GPU. DoesNotFit
+    if guard.fits is true and it does not; None without a GPU, and in all processes but the first.
+    """
     device = this_gpu() if os.environ.get("RANK", "0") == "0" else None
     if device is None:
         return None
@@ -172,7 +175,7 @@ def before(cfg: Config) -> str | None:
 
 
 def this_gpu() -> Device | None:
-    """The GPU that a run of this process is on; None where it is on a CPU."""
+    """Return the GPU of a run in this process; None if it runs on a CPU."""
     if usual_device() != "cuda":
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -180,7 +183,7 @@ def this_gpu() -> Device | None:
 
 
 def planned(cfg: Config, device: Device, *, gpus: int = 1) -> str | None:
-    """The summary of a run on a device. None where the network is small, or where its calls are not
+    """Write the summary of a run on a device. None if the network is small, or its calls are not
     known."""
     try:
         planner = Planner(cfg, device, gpus=gpus)

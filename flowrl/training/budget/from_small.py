@@ -1,5 +1,5 @@
-"""Small rehearsals tell of large runs: latents of two small sizes of the real ones, and two numbers
-of prompts of all of them. Bytes, rows and seconds are affine in both.
+"""Extrapolate small rehearsals to large runs: latents of two small sizes tell the real ones, and
+two numbers of prompts tell all of them. Bytes, rows and seconds are affine in both.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from flowrl.training.budget.line import at, on_line
 from flowrl.training.budget.phases import PHASES, Phase
 from flowrl.training.budget.rehearsal import WINNERS, Event, Rehearsal, Rehearsed
 
-EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
-ENOUGH = 40  # samples from which on a rehearsal tells larger ones
+EXACT = 1 << 21  # most numbers in all latents of an iteration that is rehearsed at full size
+ENOUGH = 40  # fewest samples of a rehearsal from which larger ones are extrapolated
 SMALL = (4, 8)  # sides of latents that stand in for larger ones
 
 
 def enough(cfg: Config) -> tuple[int, ...]:
-    """Numbers of prompts whose rehearsals tell that of the config's: its own, or two smaller ones.
+    """Choose the numbers of prompts to rehearse: the config's own, or two smaller ones.
 
-    Prompts are alike, so that rows, FLOPs, seconds and bytes lie on a line once an update fills its
+    Prompts are alike, so rows, FLOPs, seconds and bytes lie on a line once an update fills its
     micro-batches and policy/winner_gain has its 16 rows of the better half; micro-batches of a few
     rows would make a rehearsal of all prompts long. Compiled blocks pad the last micro-batch of an
-    update: numbers of prompts that differ by whole micro-batches are padded alike.
+    update, so the two numbers differ by whole micro-batches, which are padded in the same way.
     """
     b = cfg.batch
     samples = max(ENOUGH, 2 * b.micro, 2 * b.decode)
@@ -44,15 +44,15 @@ def enough(cfg: Config) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolated:
-    """What rehearsals say of a run of any size."""
+    """What rehearsals tell about a run of any size."""
 
-    first: dict[str, int]  # network rows of the first iteration, by metric
-    rows: dict[str, int]  # and of a usual one
-    phases: dict[str, Phase]  # of a usual iteration
+    first: dict[str, int]  # metric -> network rows of the first iteration
+    rows: dict[str, int]  # metric -> network rows of a usual iteration
+    phases: dict[str, Phase]  # phases of a usual iteration
 
 
 def for_all_prompts(cfg: Config, small: Extrapolated, large: Extrapolated) -> Extrapolated:
-    """What two rehearsals of fewer prompts (see enough) say of all prompts."""
+    """Extrapolate two rehearsals of fewer prompts (see enough) to all prompts."""
     few, more = enough(cfg)
     share = (cfg.batch.prompts - few) / (more - few)
 
@@ -62,13 +62,13 @@ def for_all_prompts(cfg: Config, small: Extrapolated, large: Extrapolated) -> Ex
         return found
 
     def phase(a: Phase, b: Phase) -> Phase:
-        # each kind of moment has a line of its own, and the highest is another with many prompts
+        # each kind of moment has a line of its own; with more prompts, another kind may be highest
         lines = [at(a.moments.get(moment, gb), gb, share) for moment, gb in b.moments.items()]
         made = on_line(a, b, share, "seconds", "flops", "rows", "ledger")
         return replace(made, gb=max(b.gb, *lines, 0.0), rows=round(made.rows))
 
     phases = {name: phase(small.phases[name], large.phases[name]) for name in PHASES}
-    # rows of the winners are as many with any number of prompts
+    # the number of the winners' rows does not depend on the number of prompts
     winners = large.phases[WINNERS]
     phases[WINNERS] = replace(winners, gb=phase(small.phases[WINNERS], winners).gb)
     return Extrapolated(
@@ -77,7 +77,7 @@ def for_all_prompts(cfg: Config, small: Extrapolated, large: Extrapolated) -> Ex
 
 
 def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
-    """A rehearsal, with the bytes of latents and media as they are."""
+    """Rehearse a run, with the bytes of real latents and media."""
 
     def run(latent: tuple[int, ...], media: tuple[int, ...]) -> Rehearsed:
         with _one_thread():
@@ -101,8 +101,8 @@ def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors are small: threads would wait for each other longer than they compute, and where
-    other programs have the cores, many times as long."""
+    """Inside, torch uses one thread. Tensors are small: threads would wait for each other longer
+    than they compute, and many times as long if other programs use the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -112,13 +112,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def smaller(shape: Sequence[int], side: int) -> tuple[int, ...]:
-    """Latents of the same number of axes: channels as they are, other axes `side` long."""
+    """Shrink the shape of latents: channels stay, and all other axes become `side` long."""
     channels, *rest = shape
     return (channels, *(side if size > side else size for size in rest))
 
 
 def _media(shapes: CallShapes, factor: float) -> tuple[int, ...]:
-    """Media with `factor` times the numbers of the real ones, in one long row."""
+    """Return a shape of one long row, with `factor` times the numbers of the real media."""
     *lead, height, width = shapes.media
     return (*lead, 1, max(1, round(height * width * factor)))
 
@@ -126,10 +126,10 @@ def _media(shapes: CallShapes, factor: float) -> tuple[int, ...]:
 def at_size(
     small: list[Event], large: list[Event], sizes: Sequence[int], numbers: int
 ) -> list[Event]:
-    """The events of latents of so many numbers, by those of two smaller sizes.
+    """Extrapolate the events of two smaller sizes of latents to so many numbers.
 
-    The rows that policy/winner_gain looks at are drawn among those of positive advantage, which of
-    a tree depends on log-probs, and so on the size: its events are those of the larger one.
+    The rows for policy/winner_gain are drawn among those of positive advantage. In a tree these
+    depend on log-probs, and so on the size: their events are taken from the larger size.
     """
     share = (numbers - sizes[0]) / (sizes[1] - sizes[0])
     few, more = ([e for e in events if e.phase != WINNERS] for events in (small, large))
@@ -143,6 +143,6 @@ def at_size(
 
 
 def _on_line(small: Event, large: Event, share: float) -> Event:
-    """The event with the bytes of another size."""
+    """Extrapolate the bytes of an event to another size."""
     assert (small.phase, small.call, small.backward) == (large.phase, large.call, large.backward)
     return on_line(small, large, share, "live", "since", "moved")

@@ -9,14 +9,14 @@ Record = TypeVar("Record")
 
 
 def at(low: Any, high: Any, share: float) -> Any:
-    """The number `share` of the way from low to high, which may lie beyond both; dicts of numbers
-    key by key."""
+    """Return the number `share` of the way from low to high, which may lie beyond both; for dicts,
+    the numbers key by key."""
     if isinstance(high, dict):
         return {key: at(low.get(key, 0.0), high.get(key, 0.0), share) for key in low | high}
     return low + share * (high - low)
 
 
 def on_line(low: Record, high: Record, share: float, *names: str) -> Record:
-    """The record `high`, with its fields `names` on the lines through those of low and high."""
+    """Return the record `high`, with its fields `names` on the lines through low and high."""
     line = {name: at(getattr(low, name), getattr(high, name), share) for name in names}
     return replace(high, **line)  # type: ignore[type-var]

@@ -1,10 +1,10 @@
-"""Books what operators would cost, on tensors of the meta device: FLOPs, bytes, seconds of a
-device, and the storages that live at the same time.
+"""Books the cost of operators on tensors of the meta device: FLOPs, bytes, seconds of a device, and
+the storages that live at the same time.
 
 Meta tensors have shapes and no values, so that the forward and backward of a network of any size
 run in a second or two. A storage is counted from the operator that makes it until its last tensor
-is gone, as torch's profiler counts allocations; what an operator allocates inside itself is not
-seen. On tensors of a real device the same books are what a run took.
+is freed, as torch's profiler counts allocations; allocations inside an operator are not seen. On
+tensors of a real device the same books are the real costs of a run.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ FREE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "is
 NORMS = ("native_layer_norm", "native_group_norm", "_softmax", "_fused_rms_norm", "batch_norm")
 FUNCTIONS = ("gelu", "silu", "exp", "sigmoid", "tanh", "log", "erf", "sin", "cos", "pow")
 RANDOM = ("normal_", "randn", "rand", "uniform_")
-POINTWISE = ("", "norm", "function", "random")  # kinds that a compiler fuses
+POINTWISE = ("", "norm", "function", "random")  # kinds of operators that a compiler fuses
 LOW = (torch.bfloat16, torch.float16)
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """What an operator does to memory and time."""
+    """The effect of an operator on memory and time."""
 
-    makes: bool  # its results are storages of their own
-    costs: bool  # it does more than look at memory in another way
-    kind: str  # which of the device's rates it has; "": pointwise
+    makes: bool  # whether its results are storages of their own
+    costs: bool  # whether it does more than view memory in another way
+    kind: str  # kind whose rate of the device it has; "": pointwise
     formula: Any  # torch's formula of its FLOPs; None: it has none
 
 
 class Meter(TorchDispatchMode):
-    """A mode in which every operator is booked. device: whose seconds; None: none are booked."""
+    """A mode in which every operator is booked. device: gives seconds; None: books no seconds."""
 
     def __init__(self, device: Device | None = None) -> None:
         super().__init__()
         self.device = device
         self.known: dict[Any, Operator] = {}
-        self.sizes: dict[int, int] = {}  # living storages -> bytes
+        self.sizes: dict[int, int] = {}  # id of a living storage -> bytes
         self.live = self.peak = 0
         self.flops = self.bytes = 0.0
         self.operators = 0
-        self.by_kind: dict[str, float] = {}  # seconds of the device
+        self.by_kind: dict[str, float] = {}  # kind of operator -> seconds of the device
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing compiles in here: torch's guard against it would cost as much as the books."""
+        """Skip torch's guard against compiling inside: it would cost as much as the books."""
         return False
 
     def reset_peak(self) -> int:
@@ -111,7 +111,8 @@ class Meter(TorchDispatchMode):
             kind = "random"
         formula = flop_registry.get(func._overloadpacket)
         if formula is None and "attention" in kind and self.device and self.device.cuda:
-            formula = _attention_flops  # an older torch counts that of its GPU kernels alone
+            # an older torch has formulas for its GPU kernels of attention only
+            formula = _attention_flops
         found = Operator(not infos, not (view or name in FREE), kind, formula)
         self.known[func] = found
         return found
@@ -134,7 +135,7 @@ class Meter(TorchDispatchMode):
 
 
 def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """FLOPs of fused attention as torch counts them: two products forward, five backward."""
+    """Count the FLOPs of fused attention as torch does: two products forward, five backward."""
     q, k, v = args[1:4] if len(args) > 5 else args[:3]
     a_product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     width, own = q.shape[3], v.shape[3]
@@ -142,14 +143,14 @@ def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes that reading a tensor moves: an expanded one is read once."""
+    """Count the bytes that reading a tensor moves: an expanded one is read once."""
     whole = tensor.numel() * tensor.element_size()
     return whole if tensor.is_contiguous() else min(whole, tensor.untyped_storage().nbytes())
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
-    """The tensors among arguments, and in lists and tuples of them; torch's own walk of trees takes
-    half of the time of a rehearsal."""
+    """Find the tensors among arguments, and in lists and tuples of them; torch's own walk of trees
+    would take half of the time of a rehearsal."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -160,9 +161,9 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 
 class Attention(TorchFunctionMode):
-    """A mode in which attention is one fused operator on meta tensors too, and networks run as
+    """A mode in which attention is one fused operator on meta tensors, too, and networks run as
     under torch.autocast to `low`, of a GPU or a CPU. keep: a trained weight is cast once and kept,
-    as autocast does in a forward; a backward runs outside of it."""
+    as autocast does in a forward; a backward runs outside of autocast."""
 
     def __init__(
         self, low: torch.dtype | None = None, *, cuda: bool = True, keep: bool = True
@@ -170,7 +171,8 @@ class Attention(TorchFunctionMode):
         super().__init__()
         self.low, self.keep = low, keep
         self.raised = RAISED if cuda else set()
-        self.weights: dict[int, Tensor] = {}  # what trained weights were cast to
+        # id of a trained weight -> its copy in the low precision
+        self.weights: dict[int, Tensor] = {}
 
     def __exit__(self, *error: Any) -> None:
         self.weights.clear()
@@ -188,7 +190,7 @@ class Attention(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast(self, given: Any) -> Any:
-        """Arguments in the low precision, where there is one."""
+        """Cast arguments to the low precision, if there is one."""
         if self.low is None:
             return given
         if isinstance(given, dict):
@@ -202,7 +204,8 @@ class Attention(TorchFunctionMode):
         if not (trained and self.keep):
             return value.to(self.low)
         if id(value) not in self.weights:
-            with torch.enable_grad():  # a branch without a gradient may be the first to ask
+            # the cast needs a graph, even if the first branch that uses it has no gradient
+            with torch.enable_grad():
                 self.weights[id(value)] = value.to(self.low)
         return self.weights[id(value)]
 
@@ -248,8 +251,8 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """F.scaled_dot_product_attention as one operator, (..., L, d): the CPU's flash attention, whose
-    shapes, strides and formula of FLOPs are those of the GPU's."""
+    """Compute F.scaled_dot_product_attention as one operator, (..., L, d): the CPU's flash
+    attention, whose shapes, strides and formula of FLOPs are those of the GPU's."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(repeats, -3) for t in (key, value))

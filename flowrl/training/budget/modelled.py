@@ -1,9 +1,9 @@
 """A pipeline as a policy on the meta device: shapes without values, so that any size fits.
 
-What a policy infers by probing its pipeline is written down here for the pipelines of
-configs/model (call_shapes.py); the rest is the run's own code: the same Replay calls
-the same networks with the same LoRA, and the same Decoder decodes. A test compares the calls with
-those that are inferred from tiny pipelines of each kind.
+A policy infers its calls by probing its pipeline; here they are written down for the pipelines of
+configs/model (call_shapes.py). The rest is the run's own code: the same Replay calls the same
+networks with the same LoRA, and the same Decoder decodes. A test compares the calls with those that
+are inferred from tiny pipelines of each kind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ META = torch.device("meta")
 
 class ModelledPolicy(Policy):
     """A policy of meta tensors. call: arguments of the pipeline's call; decoder: dtype of the VAE;
-    dtype: of all other parts."""
+    dtype: dtype of all other parts."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class ModelledPolicy(Policy):
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
     ) -> Cond:
-        """What is bound of each prompt; `encode_one` runs the encoders."""
+        """Make the arguments that are bound for each prompt; `encode_one` runs the encoders."""
         return cond_of(self.shapes, prompts, self.dtype, META)
 
     def encode_one(self) -> list[Tensor]:
-        """One prompt through every text encoder, as in a run -> what a run keeps of each answer,
-        the states of a layer."""
+        """Run one prompt through every text encoder, as in a run -> the part of each answer that a
+        run keeps, the states of a layer."""
         return [_encoded(self.others[e.part], e) for e in self.shapes.encoders]
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
@@ -97,18 +97,19 @@ class ModelledPolicy(Policy):
 
 
 def evenly(steps: int) -> Schedule:
-    """A schedule of even steps: costs depend on how many there are, not on where they lie."""
+    """Make a schedule of even steps: costs depend on their number, not on where they lie."""
     sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
 
 def _encoded(module: Any, encoder: Encoder) -> Tensor:
-    """The states that a text encoder makes of a row of tokens."""
+    """Compute the states that a text encoder makes from a row of tokens."""
     tokens = torch.zeros(1, encoder.tokens, dtype=torch.int64, device=META)
-    if hasattr(module, "model") and hasattr(module.model, "language_model"):  # of Qwen2.5-VL
+    # this branch is for Qwen2.5-VL
+    if hasattr(module, "model") and hasattr(module.model, "language_model"):
         inner = module.model.language_model
         places = torch.zeros(3, 1, encoder.tokens, dtype=torch.int64, device=META)
-        # without a mask: its values decide how one is made, and here there are none
+        # no mask: how one is made depends on its values, and meta tensors have none
         answer = inner(
             inputs_embeds=inner.embed_tokens(tokens),
             position_ids=places,
@@ -121,7 +122,7 @@ def _encoded(module: Any, encoder: Encoder) -> Tensor:
 
 
 def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
-    """The Replay that a policy would infer from its pipeline."""
+    """Make the Replay that a policy would infer from its pipeline."""
     identity = Affine(1, 1, shapes.latent, None, torch.tensor(1.0, dtype=torch.float64), None)
     plans = [
         CallPlan(
@@ -151,7 +152,7 @@ def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
 def cond_of(
     shapes: CallShapes, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Cond:
-    """Prompts bound to the calls, as tensors without values."""
+    """Bind prompts to the calls, as tensors without values."""
 
     def kept(value: Any, blocks: int) -> Any:
         if isinstance(value, list):
@@ -169,7 +170,7 @@ def cond_of(
 
 
 def _shared(call: NetworkCall, dtype: torch.dtype) -> dict[Path, Any]:
-    """A call's arguments that all rows share: a Size becomes a tensor."""
+    """Make a call's arguments that all rows share: a Size becomes a tensor."""
 
     def on_meta(value: Any) -> Any:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple):
@@ -181,7 +182,7 @@ def _shared(call: NetworkCall, dtype: torch.dtype) -> dict[Path, Any]:
 
 
 def decoder_of(shapes: CallShapes, vae: Any) -> Decoder:
-    """The Decoder that a policy would infer from its pipeline."""
+    """Make the Decoder that a policy would infer from its pipeline."""
     numbers = torch.Size(shapes.latent).numel()
     packed = shapes.latent != shapes.z
     before = Affine(

@@ -1,6 +1,6 @@
-"""What the phases of an iteration take: its rehearsal's events, with the costs of its calls.
+"""Costs of the phases of an iteration, from its rehearsal's events and the costs of its calls.
 
-Peaks of the loop's own tensors and of the calls on top of them, and the seconds of a roofline.
+They are peaks of the loop's own tensors and of the calls beside them, and roofline seconds.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from flowrl.training.budget.weight_costs import WeightCosts
 
 PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "update", "optimizer")
 
-# a kind of moment: the call (with rows=0), whether it is its backward, and whether it is during the
-# call or between the call before and it
+# kind of moment: (the call with rows=0, whether it is its backward, whether the moment is during
+# the call, not between the previous call and it)
 Moment = tuple[PolicyCall | None, bool, bool]
 
 
 @dataclass(slots=True)
 class Phase:
-    """What one phase of an iteration takes, on one process."""
+    """The cost of one phase of an iteration, on one process."""
 
-    gb: float = 0.0  # GiB at its highest moment, above weights and what else stays
-    seconds: float = 0.0  # of an iteration, host and device together
-    flops: float = 0.0  # of an iteration
-    rows: int = 0  # network rows, by forwards
-    # the seconds, by kind of operator; "host": the device waits; "loop": the loop's own operators
+    gb: float = 0.0  # GiB at its highest moment, above weights and all else that stays
+    seconds: float = 0.0  # seconds of an iteration, host and device together
+    flops: float = 0.0  # FLOPs of an iteration
+    rows: int = 0  # number of network rows in forwards
+    # kind of operator -> seconds; "host": the device waits; "loop": the loop's own operators
     ledger: dict[str, float] = field(default_factory=dict)
-    moments: dict[Moment, float] = field(default_factory=dict)  # highest GiB at each kind of moment
+    moments: dict[Moment, float] = field(default_factory=dict)  # kind of moment -> highest GiB
 
     def reach(self, moment: Moment, size: float) -> None:
         """Note that so many bytes lived at a moment of this kind."""
@@ -69,26 +69,26 @@ def simulated(
     gradients: float,
     weights: WeightCosts,
 ) -> dict[str, Phase]:
-    """Peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of its
-    prompts, bound to the calls; gradients: of those of all trained weights.
+    """Simulate peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of
+    its prompts, bound to the calls; gradients: bytes of the gradients of all trained weights.
 
     A forward with a gradient leaves what its backward reads, which lives until that is over.
     """
     phases, device = {name: Phase() for name in (*PHASES, WINNERS)}, costs.device
-    left, summed = 0.0, 0.0  # bytes that calls have left, and of gradients
+    left, summed = 0.0, 0.0  # bytes of live tensors that calls have left, and of gradients
     for event in events:
-        # what the loop's own operators took since the event before
+        # the loop's own operators since the previous event
         phase = phases[event.phase] if event.phase in phases else Phase()
         kind = replace(event.call, rows=0) if event.call else None
         phase.reach((kind, event.backward, False), event.since + left + summed)
         loop = device.call(device.seconds("", 0, event.moved), event.operators)
         phase.spend("loop", loop if event.operators else 0.0)
         if event.call is None:
-            # gradients are there from an update's first backward to the optimizer's step
+            # gradients live from an update's first backward to the optimizer's step
             summed = 0.0 if event.phase == "optimizer" else summed
             continue
 
-        # what the call takes on top of it
+        # the call's memory and time beside the loop's
         call, cost = event.call, costs.of(event.call, cfg)[event.backward]
         if call.what == "velocity":
             passes = 1 + float(cfg.train.gradient_checkpointing) * event.backward

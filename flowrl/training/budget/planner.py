@@ -1,12 +1,12 @@
-"""What a run needs before it runs, without a GPU and without weights: memory, time, rows, FLOPs.
+"""Plan memory, time, rows and FLOPs of a run before it runs, without a GPU and weights.
 
 Two iterations are rehearsed by the run's own loop with a policy that computes nothing
-(rehearsal.py), which tells every call of the network, the decoder and the text encoders. Each kind
-of call is then run once on the meta device by the run's own policy code, with the real
-architecture and its LoRA (call_costs.py). The rest is bookkeeping: peaks of the loop's own tensors
-and of the calls on top of them, and a roofline of the device (flowrl/training/budget/roofline.py).
+(rehearsal.py), which shows every call of the network, the decoder and the text encoders. Each kind
+of call is then run once on the meta device by the run's own policy code, with the real architecture
+and its LoRA (call_costs.py). The rest is bookkeeping: peaks of the loop's own tensors and of the
+calls beside them, and a roofline of the device (flowrl/training/budget/roofline.py).
 
-What is rehearsed is small (from_small.py). Gigabytes are 2**30 bytes, as in the ledger.
+Rehearsals use small latents (from_small.py). Gigabytes are 2**30 bytes, as in the ledger.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ from flowrl.training.setup import Setup, set_up
 class Budget:
     """What one process will need, in GiB, seconds and FLOPs of a usual iteration."""
 
-    model: str  # model.source of the config
+    model: str  # setting model.source of the config
     pipeline: str  # name of the pipeline's class
-    architecture: str  # where the networks' sizes were read
-    device: Device  # whose seconds and memory these are
-    gpus: int  # processes, one a device
-    samples: int  # in an iteration, over all processes
-    fixed: dict[str, float]  # GiB that stay, by what they are
-    phases: dict[str, Phase]  # in their order
-    rows: dict[str, int]  # network rows, by the metric that will count them
-    first: dict[str, int]  # the same, of the first iteration
-    reduced: dict[str, float]  # gradients summed over processes: "gb" and "seconds"
-    parameters: dict[str, int]  # numbers of the "network" and of what is "trained"
-    notes: list[str] = field(default_factory=list)  # what is not counted, a sentence each
+    architecture: str  # place from which the networks' sizes were read
+    device: Device  # device that has these seconds and this memory
+    gpus: int  # number of processes, one on each device
+    samples: int  # number of samples in an iteration, over all processes
+    fixed: dict[str, float]  # kind of memory that stays -> GiB
+    phases: dict[str, Phase]  # phases in their order
+    rows: dict[str, int]  # metric -> network rows that it will count
+    first: dict[str, int]  # metric -> network rows of the first iteration
+    reduced: dict[str, float]  # cost of gradients summed over processes: "gb" and "seconds"
+    parameters: dict[str, int]  # number of weights in the "network" and of "trained" ones
+    notes: list[str] = field(default_factory=list)  # sentences about what the budget does not count
 
     @property
     def resident(self) -> float:
-        """GiB that stay."""
+        """GiB that stay over an iteration."""
         return sum(self.fixed.values())
 
     @property
@@ -115,7 +115,8 @@ class Planner:
         check_known(cfg, gpus)
         self.cfg, self.device, self.gpus = cfg, device, gpus
         self.scorers = scorers(cfg)
-        self.features = self.scorers.get(FEATURES) or 0.0  # bytes
+        # bytes of the network that gives features
+        self.features = self.scorers.get(FEATURES) or 0.0
         self.rewards = sum(size or 0.0 for size in self.scorers.values()) - self.features
         architecture = read(cfg.model.source)
         lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
@@ -127,11 +128,11 @@ class Planner:
             dtype=DTYPES[cfg.model.dtype],
             decoder=torch.float32 if climbed else DTYPES[cfg.model.dtype],
         )
-        self.policy.trainable.named()  # in full mode its weights are fp32 from here on
+        self.policy.trainable.named()  # in full mode this makes the weights fp32
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         low = None if context is nullcontext else DTYPES[cfg.train.precision]
         self.costs = Costs(self.policy, device, low=low)
-        self.rehearsals: dict[str, Rehearsed] = {}  # by what they depend on
+        self.rehearsals: dict[str, Rehearsed] = {}  # settings that change a rehearsal -> its result
 
     @property
     def parameters(self) -> int:
@@ -145,14 +146,14 @@ class Planner:
         return self._setup(self.cfg).state_rows
 
     def _setup(self, cfg: Config) -> Setup:
-        """What the loop makes of a config, with this policy."""
+        """Make the Setup of a config with this policy, as the loop does."""
         return set_up(cfg, make_algorithm(cfg), self.policy)
 
     def budget(self, cfg: Config | None = None) -> Budget:
-        """The budget of the config, or of one that differs from it in its batch, checkpointing,
-        compiling, and how weights are kept."""
-        # an iteration of one process, which has its part of the prompts; two rehearsals of fewer
-        # prompts say what one of all would
+        """Make the budget of the config, or of one that differs from it in its batch,
+        checkpointing, compiling, and how weights are kept."""
+        # an iteration of one process, with its part of the prompts; two rehearsals of fewer prompts
+        # tell the result for all
         cfg = cfg or self.cfg
         process = share(cfg, self.gpus)
         weights = weight_costs(cfg, self.policy, self.gpus)
@@ -162,14 +163,14 @@ class Planner:
         ]
         whole = sizes[0] if len(sizes) == 1 else for_all_prompts(process, *sizes)
 
-        # policy/winner_gain is a phase of its own up to here, since it looks at as many rows
-        # whatever the number of prompts
+        # policy/winner_gain is a phase of its own until here, because its number of rows does not
+        # depend on the number of prompts
         phases = whole.phases
         phases["reference"].join(phases.pop(WINNERS))
         for counts in (whole.first, whole.rows):
             del counts["nfe/winners"]
 
-        # what no rehearsal sees: weights that come and go, and the optimizer's step
+        # costs that no rehearsal sees: weights that come and go, and the optimizer's step
         self._moved(cfg, phases, weights)
         step = self._step
         phases["optimizer"].gb = max(
@@ -195,7 +196,7 @@ class Planner:
 
     @cached_property
     def _numbers(self) -> int:
-        """How many numbers are trained."""
+        """Count the trained numbers."""
         return sum(p.numel() for p in self.policy.trainable.named().values())
 
     @cached_property
@@ -204,8 +205,8 @@ class Planner:
         return _optimizer(self.policy, self.device)
 
     def _of_prompts(self, cfg: Config, weights: WeightCosts) -> Extrapolated:
-        """What a rehearsal of one process says, by its config."""
-        # it is the same wherever states are kept
+        """Return the result of rehearsing one process; equal batches share one rehearsal."""
+        # the rehearsal does not depend on where states are kept
         batch = f"{cfg.batch.model_copy(update={'states': 'device'})} {cfg.train.compile}"
         if batch not in self.rehearsals:
             self.rehearsals[batch] = rehearsed(cfg, self.policy.shapes)
@@ -224,8 +225,8 @@ class Planner:
         return Extrapolated(first=dict(known.first), rows=dict(known.rows), phases=phases)
 
     def _reduced(self, cfg: Config) -> dict[str, float]:
-        """What processes send each other in the updates of an iteration to sum their gradients.
-        Those of split weights are summed in each backward (weight_costs.py)."""
+        """Return the cost of summing gradients over processes in the updates of an iteration. Those
+        of split weights are summed in each backward (weight_costs.py)."""
         if self.gpus == 1 or (cfg.train.mode == "full" and cfg.train.shard):
             return {"gb": 0.0, "seconds": 0.0}
         size, calls = 4 * self._numbers, len(buckets([*self.policy.trainable.named().values()]))
@@ -234,7 +235,7 @@ class Planner:
 
     def _moved(self, cfg: Config, phases: dict[str, Phase], weights: WeightCosts) -> None:
         """Add weights that leave the device to the phases in which they are there, and the seconds
-        in which they come back, once an iteration after each absence."""
+        of their return, once in an iteration after each absence."""
         if cfg.model.encoders == "leave":
             size = encoders_size(self.policy)
             phases["encode"].gb += size / GIB
@@ -244,27 +245,28 @@ class Planner:
                 if name not in away(cfg):
                     phase.gb += weights.stays / GIB
             phases["update"].spend("upload", weights.stays / self.device.upload)
-            if cfg.model.encoders == "leave":  # and it was away for these
+            if cfg.model.encoders == "leave":  # the denoiser was away for the text encoders, too
                 phases["rollout"].spend("upload", weights.stays / self.device.upload)
-        if cfg.model.offload == "all":  # rewards come with the first score
+        if cfg.model.offload == "all":  # rewards come to the device with the first score
             for name in SCORING:
                 phases[name].gb += self.rewards / GIB
             phases["reward"].spend("upload", self.rewards / self.device.upload)
 
     def _gradients(self, cfg: Config) -> float:
-        """Bytes of the gradients of an update on a process, and of any other copy of what is
-        trained: copies are split as the weights are."""
+        """Count the bytes of an update's gradients on a process, or of any other copy of the
+        trained weights: copies are split in the same way as the weights."""
         shared = cfg.train.mode == "full" and cfg.train.shard
         return 4.0 * (self._numbers // self.gpus if shared else self._numbers)
 
     def _fixed(self, cfg: Config, weights: WeightCosts) -> dict[str, float]:
-        """GiB that stay, by what they are: weights, and what belongs to those that are trained."""
+        """Return the GiB that stay, by kind: weights, and the tensors that trained ones need."""
         low_moments, setup = cfg.optimizer.name == "adamw8bit", self._setup(cfg)
         copy, prompts = self._gradients(cfg), cfg.batch.prompts // self.gpus
         copies = {
             "trained": 1 if cfg.train.mode == "lora" else 0,
             "views": len(setup.algorithm.views) + keeps_reference(setup),
-            "moments": 2 * (1 / 4 + 1 / 256) if low_moments else 2,  # a byte, a scale for 256
+            # 8-bit moments: a byte each, and a scale for 256 of them
+            "moments": 2 * (1 / 4 + 1 / 256) if low_moments else 2,
             "average": 1 if cfg.ema.decay else 0,
         }
         leaving = cfg.model.encoders == "leave"
@@ -284,7 +286,7 @@ class Planner:
 
 
 def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
-    """Raise ValueError where a run would not start, or the budget does not know what it does."""
+    """Raise ValueError if a run would not start, or if the budget cannot predict it."""
     of_config(cfg, method=make_algorithm(cfg))
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} should be a whole number from 1")
@@ -310,7 +312,7 @@ def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
 
 
 def scorers(cfg: Config) -> dict[str, float | None]:
-    """Bytes of the networks that score or compare samples, by what they are; None: not known."""
+    """Return the bytes of each network that scores or compares samples; None: not known."""
     found = {f'reward "{label}"': size for label, size in sizes(cfg.reward).items()}
     if cfg.diversity.features is not None:
         found[FEATURES] = features_bytes(cfg.diversity.features, cfg.diversity.weights)
@@ -318,7 +320,7 @@ def scorers(cfg: Config) -> dict[str, float | None]:
 
 
 def share(cfg: Config, gpus: int) -> Config:
-    """The config of one of several processes: its part of the prompts."""
+    """Make the config of one of several processes: its part of the prompts."""
     if gpus == 1:
         return cfg
     of_config(cfg, processes=gpus)
@@ -326,14 +328,14 @@ def share(cfg: Config, gpus: int) -> Config:
 
 
 def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:
-    """Bytes of an iteration's prompts, bound to the calls of the network."""
+    """Count the bytes of an iteration's prompts, bound to the calls of the network."""
     cond = policy.encode(["prompt"] * cfg.batch.prompts)
     kept = [v for calls in cond.groups[0].kept for call in calls for v in call.values()]
     return float(sum(v.numel() * v.element_size() for v in kept if isinstance(v, torch.Tensor)))
 
 
 def _optimizer(policy: ModelledPolicy, device: Device) -> Cost:
-    """The cost of clipping and a step of AdamW, whose moments are there already."""
+    """Return the cost of clipping and a step of AdamW, whose moments exist already."""
     weights = list(policy.trainable.named().values())
     adamw = torch.optim.AdamW(weights, lr=1e-3, foreach=device.cuda)
     for weight in weights:
@@ -348,7 +350,7 @@ def _optimizer(policy: ModelledPolicy, device: Device) -> Cost:
 
 
 def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> list[str]:
-    """What the numbers leave out, a sentence each."""
+    """Write a sentence about each cost that the numbers leave out."""
     notes = [
         "of rewards, the weights alone are counted: neither what they take above these while they"
         " score nor their seconds; nor are evaluations"

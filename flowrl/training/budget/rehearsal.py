@@ -1,10 +1,10 @@
-"""Two iterations of a run with a policy that computes nothing: what its own loop would ask for.
+"""Rehearse two iterations of a run by its own loop, with a policy that computes nothing.
 
 The loop, the engine, the method and the update are the run's; the policy's latents are a few
-numbers, its networks one, and it writes down what it is asked: how many rows in a forward, under
-which guidance and view, with a gradient or not. Rewards all differ, so that every group has a
-signal, as with rewards that are no whole numbers. The second iteration is the usual
-one: the first also checks ratios, and old weights are still the present ones.
+numbers, its networks one, and it records its calls: how many rows in a forward, under which
+guidance and view, with a gradient or not. Rewards all differ, so that every group has a signal, as
+with rewards that are not whole numbers. The second iteration is the usual one: the first also
+checks ratios, and its old weights are still equal to the current ones.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ from flowrl.training.watch.guards import Guards
 from flowrl.training.watch.watch import Watch
 
 GOLDEN = (5**0.5 - 1) / 2
-WINNERS = "winners"  # the phase of policy/winner_gain
+WINNERS = "winners"  # name of the phase of policy/winner_gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyCall:
-    """What one call of the policy is: all that its cost depends on, beside a run's settings."""
+    """One call of the policy: all facts on which its cost depends, beside a run's settings."""
 
     what: Literal["velocity", "decode", "encode"]  # method of the policy
-    rows: int  # states, media or prompts
-    branches: int = 1  # network rows of a state
-    guidance: Literal["none", "guided"] = "none"  # guided: more than one branch
-    detach_uncond: bool = False  # whether guidance's other branch has no gradient
-    grad: bool = False  # whether a backward follows
-    adapted: bool = True  # by LoRA, which the reference is not
+    rows: int  # number of states, media or prompts
+    branches: int = 1  # number of network rows of a state
+    guidance: Literal["none", "guided"] = "none"  # "guided": more than one branch
+    detach_uncond: bool = False  # guidance's other branch has no gradient
+    grad: bool = False  # a backward follows
+    adapted: bool = True  # LoRA is on; it is off for the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """A moment of an iteration: a call of the policy, or the begin or end of a phase."""
 
-    phase: str  # of the ledger; "other" between phases
-    call: PolicyCall | None  # None where a phase begins or ends
-    backward: bool  # whether it is the call's backward
+    phase: str  # phase of the ledger; "other" between phases
+    call: PolicyCall | None  # the call; None: a phase begins or ends
+    backward: bool  # whether the event is the call's backward
     live: float  # bytes of the loop's own tensors, above those at the start of the iteration
-    since: float  # the same, at the highest moment since the event before
-    moved: float  # bytes that the loop's operators read and wrote since the event before
-    operators: int  # number of the loop's operators since the event before
+    since: float  # the same bytes at the highest moment since the previous event
+    moved: float  # bytes that the loop's operators read and wrote since the previous event
+    operators: int  # number of the loop's operators since the previous event
 
     def without(self, states: float) -> Event:
-        """The event where so many bytes of states lie in host memory; while they are made, all are
-        counted, since some are on their way."""
+        """Return the event with so many bytes of states moved to host memory; while states are made
+        all bytes are counted, because some states are still on the device."""
         if self.phase in ("rollout", "encode", "other"):
             return self
         live, since = max(0.0, self.live - states), max(0.0, self.since - states)
@@ -86,37 +86,39 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """What two rehearsed iterations say of a run."""
+    """The result of two rehearsed iterations."""
 
-    first: dict[str, int]  # network rows of the first iteration, by metric
-    rows: dict[str, int]  # and of the second, which is a usual one
-    events: list[Event]  # of the second iteration
+    first: dict[str, int]  # metric -> network rows of the first iteration
+    rows: dict[str, int]  # metric -> network rows of the second iteration, which is a usual one
+    events: list[Event]  # events of the second iteration
     states: float  # bytes of a rollout's states
 
 
 class NotedLedger(Ledger):
-    """A ledger that writes down when phases begin and end and what the policy is asked, with the
-    memory and operators of the loop between. References after the update, of policy/winner_gain,
-    are a phase of their own: its rows are not more with more prompts."""
+    """A ledger that records when phases begin and end, and the calls of the policy, with the memory
+    and operators of the loop between them. Reference calls after the update, for
+    policy/winner_gain, are a phase of their own: more prompts do not give it more rows."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self.notes: list[Event] = []
-        self.start, self.before = 0, (0.0, 0)  # living bytes, and the books at the event before
+        # living bytes at the start, and the books at the previous event
+        self.start, self.before = 0, (0.0, 0)
         super().__init__("cpu")
 
     def reset(self) -> None:
-        self.updated, self.winners = False, 0  # network rows of that phase
+        # whether the update has finished, and network rows of the phase WINNERS
+        self.updated, self.winners = False, 0
         super().reset()
 
     def begin(self) -> None:
-        """Write down from here on."""
+        """Record events from here on."""
         self.notes, self.start = [], self.meter.live
         self.meter.reset_peak()
         self.before = self.meter.bytes, self.meter.operators
 
     def note(self, call: PolicyCall | None = None, *, backward: bool = False) -> None:
-        """Write down an event of the present phase."""
+        """Record an event of the present phase."""
         meter, (moved, operators) = self.meter, self.before
         since = meter.reset_peak() - self.start
         self.notes.append(
@@ -159,7 +161,7 @@ class NotedLedger(Ledger):
 
 
 class Called(torch.autograd.Function):
-    """x (n, *L) -> half of it, or media of its rows; writes down its gradient too."""
+    """Maps x (n, *L) to half of it, or to media of its rows; records its backward, too."""
 
     @staticmethod
     def forward(ctx, x, weight, note, media):
@@ -173,7 +175,7 @@ class Called(torch.autograd.Function):
 
 
 class ToyPolicy(Policy):
-    """A policy of latents `shape` whose calls are those of a pipeline, and do nothing."""
+    """A policy with latents of `shape`, which has the calls of a pipeline but computes nothing."""
 
     def __init__(
         self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
@@ -183,14 +185,14 @@ class ToyPolicy(Policy):
         lora = cfg.train.mode == "lora"
         adapter = {"rank": 1, "alpha": 1, "targets": ["to_q"]} if lora else None
         super().__init__({shapes.network: network}, adapter, shape)
-        with torch.no_grad():  # where a step is not rounded away, so that views differ after it
+        with torch.no_grad():  # around 0 a step is not rounded away, so that views differ after it
             for weight in self.trainable.named().values():
                 weight.zero_()
         self.regime = replay_of(shapes, torch.float32).regimes[0]
         self.media = media
         self.ledger: NotedLedger | None = None
         if cfg.train.compile == "blocks":
-            self.compiled = Compiled([])  # rows are padded
+            self.compiled = Compiled([])  # compiled blocks pad rows
 
     def branches(self, guidance: float | str) -> int:
         return self.regime.guidance.branches(guidance)
@@ -239,7 +241,7 @@ class ToyPolicy(Policy):
 
 
 class NotedLearner(Learner):
-    """Books the optimizer's step apart."""
+    """Books the optimizer's step as a phase of its own."""
 
     def apply(self) -> None:
         with self.policy.ledger.phase("optimizer"):
@@ -247,22 +249,22 @@ class NotedLearner(Learner):
 
 
 def plainer(cfg: Config) -> Config:
-    """Without what has no part in a rehearsal: features of media, and the package of an optimizer,
-    which may be missing."""
+    """Remove settings that have no part in a rehearsal: features of media, and the package of an
+    optimizer, which may be missing."""
     plain = cfg.optimizer.model_copy(update={"name": "adamw"})
     return cfg.model_copy(update={"diversity": DiversityConfig(), "optimizer": plain})
 
 
 class Rehearsal(Trainer):
-    """The trainer of a run without its folder, its weights and its rewards. shape, media: of a
-    sample, as small as one likes."""
+    """The trainer of a run without its folder, its weights and its rewards. shape, media: shapes of
+    one sample, which may be very small."""
 
     ledger: NotedLedger
 
     def __init__(
         self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
-        # as training/build.py does, with a policy and processes that stand in for the run's
+        # the same steps as in training/build.py, with stand-ins for the run's policy and processes
         cfg = plainer(cfg)
         algorithm = make_algorithm(cfg)
         policy = ToyPolicy(cfg, shapes, shape, media)
@@ -283,7 +285,7 @@ class Rehearsal(Trainer):
             }
         )
 
-        # what an iteration reads
+        # the parts that an iteration reads
         source = Source(
             cfg=cfg,
             world=world,
@@ -315,7 +317,7 @@ class Rehearsal(Trainer):
         policy.ledger = ledger
 
     def rehearse(self) -> Rehearsed:
-        """Two iterations, of which the second is written down."""
+        """Run two iterations, and record the second."""
         first = self.iterate(0).metrics
         with self.ledger.meter:
             self.ledger.begin()
@@ -331,13 +333,13 @@ class Rehearsal(Trainer):
 
 
 def counts(metrics: dict[str, float]) -> dict[str, int]:
-    """The network rows of a line of metrics."""
+    """Take the network rows from a line of metrics."""
     names = ("nfe/rollout", "nfe/reference", "nfe/update", "nfe/winners", "policy/rows")
     return {name: round(metrics.get(name, 0.0)) for name in names}
 
 
 def _alone() -> SimpleNamespace:
-    """In place of accelerate's Accelerator, which is one of a process and is the run's."""
+    """Stand in for accelerate's Accelerator: a process has only one, which belongs to the run."""
     return SimpleNamespace(
         process_index=0,
         num_processes=1,
@@ -351,8 +353,8 @@ def _alone() -> SimpleNamespace:
 
 
 def scores(label: str) -> Callable[[Tensor, list[str], Any], Tensor]:
-    """A reward that scores the k-th sample that it sees by the fraction of k times the golden
-    ratio: in [0, 1), all differ, and any few in a row are spread evenly, so that half of a group is
+    """Make a reward that scores the k-th sample by the fraction of k times the golden ratio: scores
+    lie in [0, 1), all differ, and any few in a row are spread evenly, so that half of a group is
     better than its mean, as with most rewards."""
     seen, first = 0, keys.uniform(keys.key("rehearsal", label, torch.arange(1)))
 
@@ -361,7 +363,7 @@ def scores(label: str) -> Callable[[Tensor, list[str], Any], Tensor]:
         places = torch.arange(seen, seen + len(media), dtype=torch.float64)
         seen += len(media)
         spread = (first + places * GOLDEN) % 1
-        # a gradient may pass, and changes nothing
+        # a gradient may pass, but is 0
         return spread.float().to(media.device) + 0.0 * media.float().flatten(1).mean(1)
 
     return score

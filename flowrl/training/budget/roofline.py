@@ -1,10 +1,10 @@
-"""How long operators take on a device, modelled: a roofline of a few constants.
+"""A model of the time that operators take on a device: a roofline of a few constants.
 
 An operator takes the longer of its FLOPs at the rate of its kind and its bytes at the bandwidth of
 its kind; the host takes `host` seconds to issue it. On a GPU the host runs ahead, so that a call
 takes the longer of both sums; on a CPU it is one worker, and they add up.
 
-The constants of the H100 are those of a trial that was compared with published figures (FLUX.1-dev
+The constants of the H100 come from a trial that was compared with published figures (FLUX.1-dev
 eager, 301 to 311 TFLOP/s); other GPUs are scaled from it by the vendors' dense bf16 peak and
 bandwidth. Nothing here was measured on a GPU.
 """
@@ -21,38 +21,38 @@ from flowrl.runtime.ledger import PEAK_FLOPS
 from flowrl.runtime.registry import did_you_mean
 
 GIB = 2**30
-# share of the matmul ceiling that operators reach, by their kind
+# kind of operator -> share of the matmul ceiling that it reaches
 SHARES = {
     "gemm": 0.80,
-    "gemm_fp32": 0.07,  # without TF32, as torch's default is
+    "gemm_fp32": 0.07,  # without TF32, which is torch's default for matmuls
     "attention": 0.60,
     "attention_backward": 0.50,
     "attention_fp32": 0.06,
     "convolution": 0.80,
-    "convolution_fp32": 0.25,  # TF32, as torch's default is
+    "convolution_fp32": 0.25,  # with TF32, which is torch's default for convolutions
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a roofline knows of a device."""
+    """The constants of a device in the roofline."""
 
-    name: str  # as --device knows it
-    rates: dict[str, float]  # FLOP/s by kind of operator
-    bandwidth: dict[str, float]  # bytes/s, read and written, by kind; "" for all others
-    host: float  # seconds to issue an operator
-    least: float  # seconds that a kernel takes at least
-    ceiling: float  # FLOP/s of large matmuls: what utilisation is a share of
+    name: str  # name that --device takes
+    rates: dict[str, float]  # kind of operator -> FLOP/s
+    bandwidth: dict[str, float]  # kind of operator -> bytes/s, read and written; "" for all others
+    host: float  # seconds that the host takes to issue an operator
+    least: float  # least seconds of a kernel
+    ceiling: float  # FLOP/s of large matmuls, of which utilisation is a share
     memory: float | None  # GiB that a process can use; None: not the device's limit
     link: float  # bytes/s of an all-reduce between neighbours, one direction
     network: float  # bytes/s of a device's adapter to other machines, one direction
     upload: float  # bytes/s from pinned host memory
     reserve: float  # GiB that the driver, its libraries and the allocator take
     cuda: bool  # a GPU, to which the host issues operators ahead
-    source: str  # what its times rest on
+    source: str  # source of its times
 
     def seconds(self, kind: str, flops: float, nbytes: float) -> float:
-        """Seconds of one operator on the device, without the host."""
+        """Return the seconds of one operator on the device, without the host."""
         rate = self.rates.get(kind) or self.rates["gemm"]
         moved = nbytes / self.bandwidth.get(kind, self.bandwidth[""])
         if self.cuda:
@@ -60,20 +60,20 @@ class Device:
         return flops / rate if flops else moved
 
     def call(self, device: float, operators: float) -> float:
-        """Seconds of a call whose operators take `device` seconds together."""
+        """Return the seconds of a call whose operators take `device` seconds together."""
         issued = operators * self.host
         return max(device, issued) if self.cuda else device + issued
 
     def over(self, machines: int, processes: int) -> Device:
-        """The device where processes are on several machines: rings cross from one to the next,
+        """Return the device for processes on several machines: rings cross from one to the next,
         over all adapters of a machine at once."""
         if machines == 1:
             return self
         return replace(self, link=min(self.link, self.network * processes / machines))
 
     def all_reduce(self, nbytes: float, processes: int, calls: int) -> float:
-        """Seconds of summing so many bytes over processes in a ring, in `calls` calls: 2 (N - 1) /
-        N of the bytes pass each link, and each call costs a round of latency."""
+        """Return the seconds of summing so many bytes over processes in a ring, in `calls` calls: 2
+        (N - 1) / N of the bytes pass each link, and each call costs a round of latency."""
         if processes == 1:
             return 0.0
         return 2 * (processes - 1) / processes * nbytes / self.link + 3e-5 * calls
@@ -82,20 +82,20 @@ class Device:
 def _gpu(
     name: str, peak: float, bandwidth: float, memory: float, link: float, network: float
 ) -> Device:
-    """A GPU scaled from the H100: peak dense bf16 FLOP/s, bytes/s, GiB, and bytes/s of its link and
+    """Scale a GPU from the H100: peak dense bf16 FLOP/s, bytes/s, GiB, and bytes/s of its link and
     of the network adapter that it has in its vendor's servers."""
-    ceiling = 700e12 * peak / PEAK_FLOPS["H100"]  # what large matmuls reach
+    ceiling = 700e12 * peak / PEAK_FLOPS["H100"]  # FLOP/s that large matmuls reach
     return Device(
         name=name,
         rates={kind: share * ceiling for kind, share in SHARES.items()},
-        bandwidth={"": bandwidth * 2.6 / 3.35},  # what copy kernels reach
+        bandwidth={"": bandwidth * 2.6 / 3.35},  # bytes/s that copy kernels reach
         host=8e-6,
         least=3e-6,
         ceiling=ceiling,
         memory=memory,
         link=link,
         network=network,
-        upload=20e9,  # of PCIe 4.0 with 16 lanes
+        upload=20e9,  # bytes/s of PCIe 4.0 with 16 lanes
         reserve=0.8,
         cuda=True,
         source="modelled" if name == "h100" else "modelled, scaled from the h100 by its data sheet",
@@ -117,7 +117,7 @@ NAMES = [*GPUS, "cpu"]
 
 
 def device(name: str) -> Device:
-    """A device by name; "cpu" is this machine's, tried in a second. ValueError for another."""
+    """Find a device by name; "cpu" is this machine's, timed in a second. ValueError for another."""
     if name == "cpu":
         return this_cpu()
     if name not in GPUS:
@@ -128,21 +128,21 @@ def device(name: str) -> Device:
 
 
 def of_cuda(name: str, memory: float) -> Device:
-    """The known GPU that torch's name of a device holds ("NVIDIA H100 80GB HBM3"), with its own
-    memory in GiB; an H100's rates where none does."""
+    """Return the known GPU whose name is part of torch's name of a device ("NVIDIA H100 80GB
+    HBM3"), with its own memory in GiB; the rates of an H100 if none is."""
     plain = name.lower().replace(" ", "").replace("geforce", "")
     known = next((gpu for key, gpu in GPUS.items() if key in plain), GPUS["h100"])
     return replace(known, memory=memory)
 
 
 # ---------------------------------------------------------------------------
-# this machine's CPU, tried
+# this machine's CPU, timed
 
 
 def this_cpu() -> Device:
-    """This machine's CPU with torch's present number of threads: a few operators timed in about a
-    second. memory is None: the machine's other programs decide it."""
-    # small enough for a second of any CPU
+    """Describe this machine's CPU with torch's present number of threads: a few operators are timed
+    in about a second. memory is None: the machine's other programs decide it."""
+    # small enough that any CPU needs a second only
     tokens, width = 1024, 384
     x, w = torch.randn(tokens, width), torch.randn(width, 4 * width)
     small, big = torch.randn(64), torch.randn(1 << 19)
@@ -154,7 +154,7 @@ def this_cpu() -> Device:
         gemm = 2 * tokens * width * 4 * width / (_seconds(lambda: x @ w) - host)
         attention = _seconds(lambda: nn.scaled_dot_product_attention(q, q, q))
         convolution = _seconds(lambda: torch.conv2d(image, kernel, padding=1))
-        # what a call reads and writes, in bytes
+        # kind -> (bytes that a call reads and writes, the call)
         pointwise: dict[str, tuple[int, Callable[[], object]]] = {
             "": (12 * big.numel(), lambda: big + big),
             "norm": (8 * x.numel(), lambda: nn.layer_norm(x, (width,))),
@@ -190,14 +190,14 @@ def this_cpu() -> Device:
     )
 
 
-# An operator costs more than its own call: the module around it, autograd, strided views. Fitted
-# once on shapes-sd3, whose tensors are too small to take time themselves.
+# An operator costs more than its own call: the module around it, autograd, strided views. The
+# factor was fitted once on shapes-sd3, whose tensors are too small to take time themselves.
 HOST_SHARE = 3.0
 
 
 def _seconds(call: Callable[[], object], *, least: float = 0.04) -> float:
-    """Least time of a call over repeats of at least `least` seconds together; CPU seconds where
-    one thread computes, since those do not depend on who else uses the machine."""
+    """Return the least time of a call over repeats of at least `least` seconds together; CPU
+    seconds if one thread computes, because other programs do not change those."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     call()
     best, spent, repeats = float("inf"), 0.0, 1

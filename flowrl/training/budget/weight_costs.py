@@ -1,7 +1,7 @@
-"""What a network's weights take on a device, as they are held there, and what calls pay for it.
+"""The bytes of a network's weights on a device, and the price of calls for how they are stored.
 
-Weights can be whole, quantised (a layer is unpacked when it runs), shared out over processes (a
-block is gathered when it runs), or away in host memory while others need the device.
+Weights can be whole, quantised (a layer is unpacked when it runs), split over processes (a block is
+gathered when it runs), or away in host memory while others need the device.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from flowrl.training.budget.call_costs import Cost
 from flowrl.training.budget.modelled import ModelledPolicy
 from flowrl.training.budget.roofline import Device
 
-KERNELS = {"int8": 2, "nf4": 1}  # operators that unpack a layer
+KERNELS = {"int8": 2, "nf4": 1}  # number of operators that unpack a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCosts:
     """Bytes that a network's weights take on a device, and what a pass over them costs."""
 
-    stays: float  # on the device while the network is used
-    above: float = 0.0  # what a forward adds: a layer unpacked, or blocks gathered
-    backward: float = 0.0  # what a backward adds
-    moved: float = 0.0  # read and written to unpack all layers once
+    stays: float  # bytes on the device while the network is used
+    above: float = 0.0  # bytes that a forward adds: an unpacked layer, or gathered blocks
+    backward: float = 0.0  # bytes that a backward adds
+    moved: float = 0.0  # bytes read and written to unpack all layers once
     operators: int = 0  # number of operators that unpack all layers once
-    gathered: float = 0.0  # come from other processes in a forward, and again in a backward
-    scattered: float = 0.0  # of gradients, go to other processes in a backward
+    # bytes that come from other processes in a forward, and again in a backward
+    gathered: float = 0.0
+    scattered: float = 0.0  # bytes of gradients that go to other processes in a backward
 
     def paid(self, cost: Cost, device: Device, passes: float, *, backward: bool) -> Cost:
-        """The cost of a forward or backward with that of `passes` over weights that are not there
-        as they are: they are unpacked, or gathered."""
-        # the next block is gathered while one computes, and stays while its activations are
-        # computed again
+        """Add to the cost of a forward or backward the price of `passes` over weights that must be
+        unpacked or gathered first."""
+        # the next block is gathered while one computes, and a block stays for its recomputation
         sent = self.gathered + (self.scattered if backward else 0.0)
         unpacking = passes * self.moved / device.bandwidth[""]
         seconds = max(cost.seconds + unpacking, sent / device.link)
@@ -72,8 +72,8 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
         sizes = [size_of(block) for block in blocks(network)]
         block, outside = max(sizes), whole - sum(sizes)
         others, trained = whole * (gpus - 1) / gpus, cfg.train.mode == "full"
-        # a block and the next, and all the while what is outside of blocks; in a backward the next
-        # comes as it is sent, too, and a block has its gradients
+        # a block, the next one, and all the time the weights outside of blocks; in a backward the
+        # next block also comes in the buffer that receives it, and a block has its gradients
         return WeightCosts(
             stays=whole / gpus,
             above=2 * block + outside,
@@ -85,7 +85,7 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
 
 
 def packed_size(quantised: list[Tensor], kind: str) -> float:
-    """Bytes of quantised matrices: int8 with a scale an output, nf4 with one for 64 numbers."""
+    """Count bytes of quantised matrices: int8 has a scale per output, nf4 one per 64 numbers."""
     numbers = sum(w.numel() for w in quantised)
     if kind == "nf4":
         return numbers / 2 + 4 * numbers / 64
@@ -93,11 +93,11 @@ def packed_size(quantised: list[Tensor], kind: str) -> float:
 
 
 def encoders_size(policy: ModelledPolicy) -> float:
-    """Bytes of the text encoders."""
+    """Count the bytes of the text encoders."""
     return sum(map(size_of, policy.others.values()))
 
 
 def size_of(module: nn.Module) -> float:
-    """Bytes of the weights, without adapters."""
+    """Count the bytes of the weights, without adapters."""
     named: Any = module.named_parameters()
     return float(sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name))

@@ -1,13 +1,13 @@
 """train.sequence_parallel: a team of processes shares each call of the network.
 
 Every member holds all weights and the same rows, and computes a part of their tokens; in attention
-they trade tokens for heads (Ulysses, Jacobs et al. 2023, arXiv:2309.14509), and the output is
-gathered whole. diffusers does this, where a model says how its tokens are split (`_cp_plan`). A
-member's backward yields the part of the gradient that its own tokens have, so that gradients are
-summed over members as they are over teams.
+they exchange tokens for heads (Ulysses, Jacobs et al. 2023, arXiv:2309.14509), and the output is
+gathered whole. diffusers does this if a model says how its tokens are split (`_cp_plan`). A
+member's backward yields the part of the gradient that belongs to its own tokens, so gradients are
+summed over members in the same way as over teams.
 
-Samples and losses are computed by every member, and are the same: noise is named by prompt and
-copy, and of scores those of a team's first member count.
+Every member computes the same samples and losses: noise is named by prompt and copy, and the scores
+of a team's first member count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.processes.world import Lost, World
 from flowrl.training.split.shard import check_replayed, one_row
 
-# torch 2.12 on, of a call that diffusers makes
+# torch 2.12 and later warn about a call that diffusers makes
 warnings.filterwarnings("ignore", message=".*_functional_collectives.all_gather_tensor")
 SETTING = "train.sequence_parallel"
 Autocast = Callable[[], AbstractContextManager[object]]
@@ -48,8 +48,8 @@ def share_calls(
     autocast: Autocast,
 ) -> None:
     """Share the calls of a policy's networks among the members of a team from here on; its adapters
-    have been made. ValueError for a network that cannot be shared, or that then predicts something
-    else for one row."""
+    must exist already. ValueError for a network that cannot be shared, or whose prediction for one
+    row differs then."""
     check_replayed(policy, SETTING)
     for name, network in policy.networks.items():
         check_network(name, network, world.members)
@@ -71,8 +71,8 @@ def share_calls(
 
 
 def check_network(name: str, network: nn.Module, members: int) -> None:
-    """Raise ValueError where a network does not say how its tokens are split, or cannot be split
-    into so many parts."""
+    """Raise ValueError if a network does not say how its tokens are split, or cannot be split into
+    so many parts."""
     kind = f"{SETTING}={members}: the {name} ({type(network).__name__})"
     if not getattr(network, "_cp_plan", None):
         raise ValueError(
@@ -95,7 +95,7 @@ def check_network(name: str, network: nn.Module, members: int) -> None:
 
 
 def attentions(network: nn.Module) -> list[Any]:
-    """Attention modules of a network whose calls can be shared."""
+    """List the attention modules of a network whose calls can be shared."""
     found = [m for m in network.modules() if isinstance(m, Attention | AttentionModuleMixin)]
     return [m for m in found if hasattr(m.processor, "_parallel_config")]
 
@@ -107,7 +107,7 @@ def backend_of(processor: Any) -> AttentionBackendName:
 
 
 def plan_of(world: World) -> ContextParallelConfig:
-    """The team of this process, as diffusers has it."""
+    """Describe the team of this process for diffusers."""
     plan = ContextParallelConfig(ulysses_degree=world.members)
     device = world.accelerator.device
     names = ("team", "ring", "ulysses")
@@ -118,7 +118,7 @@ def plan_of(world: World) -> ContextParallelConfig:
 
 
 def hook(network: Any, plan: ContextParallelConfig) -> None:
-    """Share a network's calls as `enable_parallelism` of diffusers does, which itself counts the
+    """Share a network's calls. diffusers' `enable_parallelism` does the same, but it counts the
     GPUs of a host and takes all processes for one team."""
     for module in attentions(network):
         module.processor._parallel_config = ParallelConfig(context_parallel_config=plan)
@@ -140,7 +140,7 @@ def _compared(
     world: World,
     whole: Tensor,
 ) -> str:
-    """Why a team cannot share a network's calls, or "". whole: its prediction of one row alone."""
+    """Say why a team cannot share a network's calls, or "". whole: prediction of one row alone."""
     try:
         with world.safely():
             together = _predict(policy, name, calls, autocast)
@@ -163,13 +163,13 @@ def _compared(
 def _predict(
     policy: Policy, name: str, calls: dict[str, dict[str, Any]], autocast: Autocast
 ) -> Tensor:
-    """What a network predicts for its one row, (1, ...)."""
+    """Return a network's prediction for its one row, (1, ...)."""
     with autocast(), torch.no_grad():
         return prediction_of(policy.modules[name](*calls[name]["args"], **calls[name]["kwargs"]))
 
 
 class Shared(nn.Module):
-    """A network that a team calls together; where a member is gone, the others say so."""
+    """A network that a team calls together; if a member is gone, the others say so."""
 
     def __init__(self, network: nn.Module, world: World) -> None:
         super().__init__()

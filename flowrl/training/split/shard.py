@@ -1,12 +1,12 @@
 """train.shard: the weights of networks are split, and each process keeps its share.
 
 Until then the blocks wait in host memory (policy/weights/waiting.py), and each comes to the device
-alone. A block is gathered from all processes when it runs and let go of after it (torch's FSDP2,
-`fully_shard`), so that a forward holds one block whole. LoRA stays whole on every process:
-optimizer, averages, views, checkpoints and exports know nothing of it. In full mode all of these
-are shares as well (runtime/processes/shares.py), gradients are added up over processes in the
-backward, block by block, and checkpoints are written whole. Calls of processes that differ in
-their number of rows are kept in step (runtime/processes/in_step.py).
+alone. A block is gathered from all processes when it runs and freed after it (torch's FSDP2,
+`fully_shard`), so that a forward holds one block whole. LoRA stays whole on every process, so
+optimizer, averages, views, checkpoints and exports are not affected. In full mode all of these are
+shares as well (runtime/processes/shares.py), gradients are added up over processes in the backward,
+block by block, and checkpoints are written whole. Calls of processes that differ in their number of
+rows are kept in step (runtime/processes/in_step.py).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from flowrl.runtime.processes import shares
 from flowrl.runtime.processes.in_step import Together
 from flowrl.runtime.processes.world import World
 
-STEPS = 8  # of the schedule whose noise levels are tried, to reach every network
+STEPS = 8  # number of steps in the schedule whose noise levels are tried, to reach every network
 
 
 class Root(nn.Module):
-    """What `fully_shard` takes for the whole network: a pipeline that asks the network itself, with
-    a stub in place of its forward, gathers nothing."""
+    """The module that `fully_shard` takes for the whole network: a pipeline that calls the network
+    itself, with a stub in place of its forward, gathers nothing."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def shard(
     whole = sum(map(size_of, policy.networks.values()))
     with autocast():
         calls = one_row(policy, prompts, guidance, "train.shard")
-    # a network that waits has weights on the host, which would pass for its device
+    # the policy's device, not the networks': weights of a waiting network are on the host
     mesh = init_device_mesh(policy.device.type, (world.size,))
     policy.turns.end_waiting()
     roots = {name: split(network, mesh) for name, network in policy.networks.items()}
@@ -77,7 +77,7 @@ def shard(
 
 
 def check_policy(policy: Policy) -> None:
-    """Raise ValueError where a policy's networks cannot be split."""
+    """Raise ValueError if a policy's networks cannot be split."""
     check_replayed(policy, "train.shard")
     for name, network in policy.networks.items():
         kind = type(network).__name__
@@ -104,7 +104,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def check_replayed(policy: Policy, setting: str) -> None:
-    """Raise ValueError where a policy calls no network of ours that processes could share."""
+    """Raise ValueError if a policy calls no network that processes could share."""
     if isinstance(policy, PipelinePolicy) and isinstance(policy.replay, BodyReplay):
         raise ValueError(
             f"{setting}: {policy.replay.pipeline} is run by its own loop body, whose calls cannot"
@@ -119,13 +119,13 @@ def check_replayed(policy: Policy, setting: str) -> None:
 def one_row(
     policy: Policy, prompts: Prompts, guidance: float | str, setting: str
 ) -> dict[str, dict[str, Any]]:
-    """The arguments of a call with one row, by network. setting: what a refusal names."""
+    """Record the arguments of a call with one row, by network. setting: its name in a refusal."""
     calls: dict[str, dict[str, Any]] = {}
     known, counted = policy.modules, policy.calls
     policy.modules = {name: Noted(module, name, calls) for name, module in known.items()}
     try:
         cond = policy.encode([prompts[0]["prompt"]], conditions.of(prompts[:1]))
-        # drawn, so that its tokens differ
+        # random, so that its tokens differ
         drawn = torch.randn((1, *policy.latent_shape), generator=torch.Generator().manual_seed(0))
         noise = drawn.to(policy.device)
         rows = torch.zeros(1, dtype=torch.int64)
@@ -157,8 +157,8 @@ class Noted(nn.Module):
 
 
 def split(network: nn.Module, mesh: DeviceMesh) -> Root:
-    """Split a network's weights, block by block, and what lies outside of blocks. Their gradients,
-    where they are trained, are sums over processes: each divides its loss by the weight of all."""
+    """Split a network's weights, block by block, and the weights outside of blocks. Gradients of
+    trained ones are sums over processes: each divides its loss by the weight of all."""
     root = Root(network)
     for module in (*blocks(network), root):
         fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=adapters(module))
@@ -169,14 +169,14 @@ def split(network: nn.Module, mesh: DeviceMesh) -> Root:
 
 
 def adapters(module: nn.Module) -> set[nn.Parameter]:
-    """Weights of adapters, of all views."""
+    """Return the weights of adapters, of all views."""
     return {p for name, p in module.named_parameters() if "lora_" in name}
 
 
 def _call(
     root: Root, call: dict[str, Any], autocast: Callable[[], AbstractContextManager[object]]
 ) -> Callable[[], Tensor]:
-    """The call of a network with one row -> its prediction."""
+    """Make a function that calls a network with one row -> its prediction."""
 
     def run() -> Tensor:
         with autocast():
@@ -186,5 +186,5 @@ def _call(
 
 
 def size_of(network: nn.Module) -> int:
-    """Bytes of the weights that this process holds."""
+    """Count the bytes of the weights that this process holds."""
     return sum(p.numel() * p.element_size() for p in map(shares.held, network.parameters()))

@@ -1,1 +1,1 @@
-"""What looks at a running run, and stops it: reward hacking, drift, peaks, bad numbers."""
+"""Watchers that warn about a run or stop it: reward hacking, drift, peaks, bad numbers."""

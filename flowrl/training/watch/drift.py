@@ -1,10 +1,10 @@
-"""How far samples have moved from those of the first iteration: watch/drift.
+"""The metric watch/drift: how far samples have moved from those of the first iteration.
 
 No second model is sampled. The untrained policy made the samples of the first iteration, and their
 mean and standard deviation in each feature (flowrl/rollouts/detectors.py) are kept. Drift is the
-root mean square, over features, of the distance between the means now and then, in those standard
-deviations. Prompts differ between iterations, so that means differ by chance; the variance of a
-mean, estimated from the means of groups, is subtracted, and what is left below 0 is 0.
+root mean square, over features, of the distance between the means now and then, in units of those
+standard deviations. Prompts differ between iterations, so means differ by chance; the variance of a
+mean, estimated from the means of groups, is subtracted, and a result below 0 counts as 0.
 
 0: no change that chance does not explain. 1: the mean picture is as far from the first one as a
 typical picture was.
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HALF_A_LEVEL = 0.5 / 255  # a feature that was constant counts as jittering by this
+# least standard deviation of a feature: one that was constant counts as jittering by this
+HALF_A_LEVEL = 0.5 / 255
 
 
 def base_of(values: Tensor, group: Tensor) -> dict[str, Any]:
-    """What is kept of the first iteration's features (B, D), of samples in groups (B,), as lists of
-    D numbers."""
+    """Compute what is kept of the first iteration's features (B, D), for samples in groups (B,), as
+    lists of D numbers."""
     values, group = _known(values, group)
     if not len(values):
         return {}
@@ -34,8 +35,8 @@ def base_of(values: Tensor, group: Tensor) -> dict[str, Any]:
 
 
 def drift(values: Tensor, group: Tensor, base: dict[str, Any]) -> float:
-    """The distance of features (B, D) from those of a base, in standard deviations of the base; 0
-    where either has no sample."""
+    """Return the distance of features (B, D) from those of a base, in standard deviations of the
+    base; 0 if either has no sample."""
     values, group = _known(values, group)
     if not len(values) or not base:
         return 0.0
@@ -47,14 +48,14 @@ def drift(values: Tensor, group: Tensor, base: dict[str, Any]) -> float:
 
 
 def _known(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """The samples whose features are finite, in fp64 on the CPU."""
+    """Return the samples whose features are finite, in fp64 on the CPU."""
     rows = values.isfinite().all(1)
     return values[rows].cpu().double(), group[rows].cpu()
 
 
 def _of_mean(values: Tensor, group: Tensor) -> Tensor:
-    """Variance of the mean over samples (B, D) -> (D,), by the spread of the groups' means, or of
-    the samples where there is one group."""
+    """Estimate the variance of the mean over samples (B, D) -> (D,), by the spread of the groups'
+    means, or of the samples if there is one group."""
     whose = group.unique(return_inverse=True)[1]
     sizes = torch.bincount(whose).to(values)
     if len(sizes) == 1:

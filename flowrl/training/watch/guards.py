@@ -1,8 +1,8 @@
-"""Signs that a run trains nothing: each is said once, and a run that goes on so is stopped.
+"""Signs that a run trains nothing: each is reported once, and a run that keeps one is stopped.
 
-All of them are read off the metrics of an iteration, which are the same on every process. Honest
-runs on rewards that are mostly 0 show some of them for a while: guard.stop_after is above the
-longest stretch without an optimizer step in docs/results/cells, 58 iterations.
+All of them are computed from the metrics of an iteration, which are the same on every process.
+Honest runs on rewards that are mostly 0 show some of them for a while: guard.stop_after is above
+the longest stretch without an optimizer step in docs/results/cells, 58 iterations.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ Metrics = Mapping[str, float]
 
 
 class Dead(RuntimeError):
-    """The run trains nothing, and did so for too long. The iteration that showed it is finished."""
+    """The run has trained nothing for too long. The iteration that showed it is finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
     """Something that an honest run does not show for long."""
 
-    said_after: int  # iterations in a row
-    stops_after: int | None  # iterations in a row; None: it never does
-    sentence: str  # about this iteration: what, why, what to do
+    said_after: int  # number of iterations in a row before a warning
+    # number of iterations in a row before the run stops; None: it never does
+    stops_after: int | None
+    sentence: str  # sentence about this iteration: what happens, why, what to do
 
 
 class Guards:
-    """Counts signs over iterations. `state` is what a resumed run goes on from."""
+    """Counts signs over iterations. A resumed run goes on from `state`."""
 
     def __init__(self, settings: GuardConfig, rewards: RewardSet) -> None:
         self.settings, self.rewards = settings, rewards
@@ -42,7 +43,7 @@ class Guards:
 
     def __call__(self, metrics: Metrics, iteration: int = 0) -> None:
         """Look at the metrics of an iteration, counted from 0: warn of signs that are due, raise
-        Dead where one has lasted too long."""
+        Dead if one has lasted too long."""
         rewards = self.rewards.at(iteration)
         found = signs(metrics, self.state["before"], self.settings, rewards)
         counted = self.state["iterations"]
@@ -73,7 +74,7 @@ class Guards:
 def signs(
     metrics: Metrics, before: Metrics, settings: GuardConfig, rewards: RewardSet
 ) -> dict[str, Sign]:
-    """What is wrong with an iteration, by name. before: the metrics of the one before, or {}."""
+    """Find the signs of an iteration, by name. before: metrics of the previous iteration, or {}."""
     out: dict[str, Sign] = {}
     if metrics["optimizer/step"] == before.get("optimizer/step", 0):
         out["no step"] = Sign(
@@ -158,7 +159,7 @@ def _invalid(kind: str, count: float, settings: GuardConfig) -> str:
 
 
 def nothing_trained(metrics: list[dict[str, Any]], stopped: str | None) -> str:
-    """What is said of a run that ended before any optimizer step."""
+    """Write the sentence about a run that ended before any optimizer step."""
     skipped = sum(line.get("policy/skipped", 0) for line in metrics)
     end = f" (it was stopped: {stopped})" if stopped else ""
     return (

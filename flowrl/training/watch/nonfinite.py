@@ -1,4 +1,4 @@
-"""The batch of an update whose loss or gradient is not finite, written out to be looked at."""
+"""Write out the batch of an update whose loss or gradient is not finite, for inspection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flowrl.types import Columns, Rollout
 
 
 def write_out(run: Path, name: str, rollout: Rollout, part: Columns) -> None:
-    """Write the rows of an update and the states they read, and say so."""
+    """Write the rows of an update and the states that they read, and log where they are."""
     folder = run / "nonfinite"
     used = {f"columns.{column}": value.cpu() for column, value in part.data.items()}
     used |= {"states": rollout.states.cpu(), "prompt": rollout.prompt.cpu()}
@@ -20,7 +20,7 @@ def write_out(run: Path, name: str, rollout: Rollout, part: Columns) -> None:
 
 
 def given_up(run: Path, updates: int) -> RunFailed:
-    """What is raised after so many such updates in a row."""
+    """Make the error after so many such updates in a row."""
     return RunFailed(
         f"{updates} updates in a row had a non-finite loss or gradient; lower optimizer.lr or use"
         f" train.precision=no, and look at {run / 'nonfinite'}; the last checkpoint stands"

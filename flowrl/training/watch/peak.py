@@ -1,10 +1,10 @@
-"""Where a noisy curve had its peak, and whether it lies significantly below it now.
+"""Find the peak of a noisy curve, and whether the curve lies significantly below it now.
 
 The curve is the mean of a held-out reward in each iteration. It is smoothed by a running mean over
 `smooth` iterations, and the peak is the highest such mean. The noise of one iteration, its standard
-deviation s, is read off the curve: s^2 is half the mean square of the differences between
-neighbours (von Neumann 1941), in which a slow rise or fall hardly counts, and prompts, samples and
-training all do. Two running means that share no iteration then differ by chance with a standard
+deviation s, is estimated from the curve: s^2 is half the mean square of the differences between
+neighbours (von Neumann 1941), in which a slow rise or fall hardly counts, while prompts, samples
+and training all do. Two running means that share no iteration then differ by chance with a standard
 error of s * sqrt(2 / smooth); those L < smooth iterations apart share the rest and differ by
 s * sqrt(2 L) / smooth.
 
@@ -28,14 +28,14 @@ Curve = Sequence[tuple[int, float]]  # (iteration, from 1; value) in order
 class Peak:
     """The newest running mean of a curve, and the highest one."""
 
-    now: float  # the newest running mean
-    best: float  # the highest running mean
-    iteration: float  # the middle of the window with the highest mean
-    error: float  # standard error of best - now; 0 where now is the peak
+    now: float  # newest running mean
+    best: float  # highest running mean
+    iteration: float  # middle of the window with the highest mean
+    error: float  # standard error of best - now; 0 if now is the peak
 
     @property
     def weights(self) -> float:
-        """The checkpoint that sampled there: iteration i is sampled after i - 1 updates."""
+        """Number of the checkpoint that sampled there: iteration i follows i - 1 updates."""
         return self.iteration - 1
 
     def below(self, errors: float) -> bool:
@@ -44,19 +44,19 @@ class Peak:
 
 
 def noise(values: Sequence[float] | np.ndarray) -> float:
-    """Standard deviation of one value about a slow course; 0 of fewer than two."""
+    """Estimate the standard deviation of one value about a slow course; 0 for fewer than two."""
     return float(np.sqrt(np.square(np.diff(values)).mean() / 2)) if len(values) > 1 else 0.0
 
 
 def find_peak(curve: Curve, *, smooth: int, since: int = 0) -> Peak | None:
-    """The peak among the running means of iterations after `since`; None where there are fewer
+    """Find the peak among the running means of iterations after `since`; None if there are fewer
     than `smooth` of these."""
     table = np.array(curve, dtype=np.float64).reshape(-1, 2)
     numbers, values = table[table[:, 0] > since].T
     if len(values) < smooth:
         return None
     means = sliding_window_view(values, smooth).mean(1)
-    top = int(means.argmax())  # the first of equal ones
+    top = int(means.argmax())  # argmax takes the first of equal ones
     apart = min(len(means) - 1 - top, smooth)
     return Peak(
         now=float(means[-1]),

@@ -18,8 +18,9 @@ FOLDER = "lora-peak"
 
 
 def write(parts: RunParts) -> None:
-    """At the end of a run, on the main process: the averaged LoRA of the checkpoint nearest the
-    peak, and what was found. Nothing where no peak is known; what an earlier end wrote goes."""
+    """At the end of a run, on the main process, write the averaged LoRA of the checkpoint nearest
+    the peak, and peak.json. If no peak is known, nothing is written, and older files are removed.
+    """
     path, peak = parts.path, parts.watch.peak
     for old in (path / FOLDER, path / PEAK):
         if old.exists():
@@ -46,7 +47,7 @@ def write(parts: RunParts) -> None:
 
 
 def _export(parts: RunParts, folder: Path) -> None:
-    """Write the averaged LoRA of a checkpoint; the policy is as before afterwards."""
+    """Write the averaged LoRA of a checkpoint; afterwards the policy has its own weights again."""
     tensors, _ = checkpoint.load(folder)
     policy, out = parts.source.policy, parts.path / FOLDER
     present = {name: value.detach().clone() for name, value in policy.state("default").items()}

@@ -1,8 +1,8 @@
-"""Before a run spends hours, its rewards are tried on a few samples of its first iteration.
+"""Try the rewards on a few samples of the first iteration, before a run spends hours.
 
-They are the very samples: noise is a function of seed, iteration, prompt and copy, so what follows
-does not change by a bit. Their network calls, those of FEW samples or of one copy of a forking
-plan, are on the books of no iteration.
+They are the very samples of that iteration: noise is a function of seed, iteration, prompt and
+copy, so the run afterwards does not change by a bit. Their network calls, those of FEW samples or
+of one copy of a forking plan, are on the books of no iteration.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from flowrl.types import PromptBatch, Rollout
 
 
 class NoiseWatch:
-    """Warns, once of each reward, where scores within groups differ by less than its own noise."""
+    """Warns, once for each reward, if scores within groups differ by less than its own noise."""
 
     def __init__(self) -> None:
-        self.noise: dict[str, float] = {}  # of the rewards that were not warned of yet
+        self.noise: dict[str, float] = {}  # label -> noise of a reward without a warning so far
 
     def __call__(self, seen: Observation) -> dict[str, float]:
         """Look at an iteration, since training narrows the spread of a group; it logs nothing."""
@@ -40,7 +40,7 @@ class NoiseWatch:
 
 
 def try_rewards(parts: RunParts) -> dict[str, float]:
-    """Warn of what the cheap checks say -> the noise of each trained reward that has any, by label.
+    """Warn of findings of the cheap checks -> {label: noise} of the trained rewards that have any.
 
     Every process makes the same samples and tries its part of the rewards. See
     flowrl.rewards.checks.check.before_training.
@@ -63,8 +63,8 @@ def try_rewards(parts: RunParts) -> dict[str, float]:
 
 
 def first_samples(parts: RunParts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
-    """The first FEW samples of the first iteration, of two prompts where there are, and their
-    media."""
+    """Sample the first FEW samples of the first iteration, of two prompts if there are two, and
+    decode their media."""
     cfg, source, leaves = parts.setup.cfg, parts.source, parts.setup.plan.leaves
     whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     each = min(cfg.batch.group, FEW // min(2, len(whole))) // leaves * leaves
