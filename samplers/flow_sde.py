@@ -36,7 +36,7 @@ def transition(
 
 
 def capped(sigma: Tensor, cap: Tensor | float | None) -> Tensor:
-    """What stands in for sigma in 1 - sigma: the cap where sigma > 1 - 1e-3 and above the cap.
+    """Return the value for sigma in 1 - sigma: the cap where sigma > 1 - 1e-3 and above the cap.
 
     Flow-GRPO's cap is the schedule's second sigma. Such a sigma without a cap -> ValueError: the
     noise level is infinite at 1.

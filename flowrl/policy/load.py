@@ -63,16 +63,15 @@ def load_policy(
 
     parts: names of the trained parts, by default ["denoiser"]; "text_encoder" for the text encoders
     of a pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
-    whatever dtype is; the Path of a LoRA puts one that holds it on the layers that it changes; None
-    trains all weights of the parts. dtype: type of the networks (default: fp32; a live pipeline
-    keeps its own). quantize: keeps the frozen weights of a pipeline's denoiser as "int8" or "nf4"
-    (a quantised pipeline stays unchanged). shape, kind, cond, decode: for an nn.Module, see
-    ModulePolicy. pipeline_kwargs: arguments of the pipeline's own call (height, num_frames, image
-    ...), for the policy's life. example: the conditions of one prompt, if they differ from prompt
-    to prompt (Policy.encode takes those of all). hints: for the pipeline's class, see `hints_of` in
-    flowrl/policy/named.py. encoding: where text encoders are, and where their answers are kept.
-    split: networks will be split over processes, and wait for that in host memory.
-    UnreplayableError (a ValueError): the loop cannot be inferred.
+    whatever dtype is; the Path of a LoRA, one that holds it on the layers that it changes; None
+    trains all their weights. dtype: type of the networks (default: fp32; a live pipeline keeps its
+    own). quantize: frozen weights of a pipeline's denoiser as "int8" or "nf4" (a quantised pipeline
+    stays as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy. pipeline_kwargs:
+    arguments of the pipeline's own call (height, num_frames, image ...), for the policy's life.
+    example: the conditions of one prompt, if they differ from prompt to prompt (Policy.encode takes
+    those of all). hints: for the pipeline's class, see `hints_of` in flowrl/policy/named.py.
+    encoding: place of text encoders and of their answers. split: networks wait in host memory to be
+    split over processes. UnreplayableError (a ValueError): the loop cannot be inferred.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)

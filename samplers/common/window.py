@@ -98,7 +98,7 @@ def geometric_place(u: float, places: int, rate: float) -> int:
 
 
 def position_at(iteration: int, positions: range, stay: Callable[[int], int]) -> int:
-    """Where the window is when it stays stay(l) iterations at each position l, again and again."""
+    """Return the window's position when it stays stay(l) iterations at each l, again and again."""
     stays = [stay(position) for position in positions]
     left = iteration % sum(stays)
     for position, iterations in zip(positions, stays, strict=True):

@@ -44,7 +44,7 @@ def enough(cfg: Config) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extrapolated:
-    """What rehearsals tell about a run of any size."""
+    """Rows and phases of a run of any size, as rehearsals tell them."""
 
     first: dict[str, int]  # metric -> network rows of the first iteration
     rows: dict[str, int]  # metric -> network rows of a usual iteration

@@ -52,7 +52,7 @@ from flowrl.training.setup import Setup, set_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What one process will need, in GiB, seconds and FLOPs of a usual iteration."""
+    """The needs of one process, in GiB, seconds and FLOPs of a usual iteration."""
 
     model: str  # setting model.source of the config
     pipeline: str  # name of the pipeline's class
