@@ -23,7 +23,8 @@ import pydantic
 from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped, rated
-from flowrl.rewards.core.reward import PictureSettings, Reward
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, linears, warn_unpublished
 from flowrl.runtime.paths import located

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import HALF, normalized, pil_stretched, rated, stretched
-from flowrl.rewards.core.reward import PictureSettings, Reward
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, linears, warn_unpublished
 from flowrl.types import MediaContext

@@ -30,18 +30,11 @@ import torch
 from torch import Tensor
 
 from flowrl.data import checklists
+from flowrl.rewards.core.failures import RewardBug
 from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.core.questions import InCode, Question, check_of, complaint, parents
-from flowrl.rewards.core.reward import (
-    SHOWN,
-    Reward,
-    RewardBug,
-    entered,
-    forgetful,
-    load,
-    network_bytes,
-)
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import SHOWN, Reward, entered, forgetful, load, network_bytes
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.wrap import inner_bytes, load_inner
 from flowrl.rewards.networks import detector
 from flowrl.runtime.paths import located

@@ -29,7 +29,7 @@ from torchvision.transforms import Compose, InterpolationMode, Normalize
 from torchvision.transforms.functional import resize
 
 from flowrl.rewards.core.pictures import by_pil, cropped, normalized, pil_cropped, rounded
-from flowrl.rewards.core.reward import PictureSettings
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fetch_open_clip, path_of, unfetched
 from flowrl.rewards.networks.clip import HubClip, OpenClip, TwoTowers

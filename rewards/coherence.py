@@ -38,8 +38,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
 from flowrl.rewards.core.pictures import normalized, rounded
-from flowrl.rewards.core.reward import Reward, Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.settings import Rounding
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.weights import network
 from flowrl.rewards.motion_smoothness import dynamic_degree
 from flowrl.rewards.video import softmin

@@ -16,11 +16,12 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import Reward, parse, reward_class
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import Reward, reward_class
 from flowrl.rewards.core.reward_set import load_set, sizes
 from flowrl.rewards.core.rules import parse_rule, settings_of
 from flowrl.rewards.core.score import held
+from flowrl.rewards.core.settings import Settings as Base
+from flowrl.rewards.core.settings import parse
 from flowrl.rewards.core.sizes import together
 from flowrl.runtime.copies import own
 from flowrl.runtime.registry import did_you_mean

@@ -30,7 +30,7 @@ from flowrl.data.geneval import CLASSES, COLORS
 from flowrl.data.media import from_pil, to_pil
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, normalized, rounded
 from flowrl.rewards.core.reward import SHOWN, Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.sizes import of_open_clip, published, together
 from flowrl.rewards.core.weights import fetch_open_clip, network
 from flowrl.rewards.networks import detector

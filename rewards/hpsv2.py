@@ -26,7 +26,7 @@ import pydantic
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import fitted, normalized, rounded
-from flowrl.rewards.core.reward import PictureSettings
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.clip import OpenClip, TwoTowers

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped, rated
-from flowrl.rewards.core.reward import PictureSettings, Reward
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.blip import Blip, renamed

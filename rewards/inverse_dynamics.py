@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import rounded
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean, user_file

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.types import MediaContext
 
 

@@ -30,7 +30,7 @@ from flowrl.rewards.core.pictures import (
     refuse_gradient,
 )
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.runtime.paths import located
 from flowrl.types import MediaContext

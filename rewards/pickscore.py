@@ -19,7 +19,7 @@ import pydantic
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped
-from flowrl.rewards.core.reward import PictureSettings
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.networks.clip import HubClip, TwoTowers
 
 SCALES = {

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
-from flowrl.rewards.core.reward import PictureSettings, Reward
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.weights import path_of
 from flowrl.rewards.networks.bradley_terry import (
     EMBEDDED,

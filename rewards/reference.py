@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from flowrl.data.media import IMAGE_SUFFIXES, MEDIA_SUFFIXES, read_frames, read_image
 from flowrl.rewards.core.pictures import column_of, frames_of, refuse_gradient, rounded
-from flowrl.rewards.core.reward import Reward, Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.settings import Rounding
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.source import file_of
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.types import MediaContext

@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core import reward as core_reward
-from flowrl.rewards.core.failures import Problem
-from flowrl.rewards.core.reward import RewardBug, RewardUnavailable, forgetful
+from flowrl.rewards.core.failures import Problem, RewardBug, RewardUnavailable
+from flowrl.rewards.core.reward import forgetful
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, token_of
 from flowrl.rewards.server.http_client import (
@@ -60,7 +61,7 @@ MOST_SCALE = 2000  # characters
 BUG = ": RewardBug: "
 
 
-class Settings(core_reward.Settings):
+class Settings(Base):
     url: str | list[str] = pydantic.Field(
         description=(
             "Address of the server, as http://127.0.0.1:8321; env:NAME takes it from an"

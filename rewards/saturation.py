@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.data.media import to_uint8
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.types import MediaContext
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import SHOWN, Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 

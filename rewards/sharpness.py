@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.types import MediaContext
 
 HALF_A_LEVEL = 0.5 / 255  # contrast below the rounding of a saved picture counts as none

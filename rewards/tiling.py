@@ -34,7 +34,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.sharpness import HALF_A_LEVEL, luma
 from flowrl.types import MediaContext
 

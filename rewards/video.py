@@ -13,8 +13,8 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.score import take
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.wrap import Around
 from flowrl.types import MediaContext
 

@@ -22,7 +22,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.core.wrap import Around
 from flowrl.rewards.judge.compare import (
     Comparator,

@@ -29,9 +29,8 @@ from torch import Tensor
 
 from flowrl.algorithms import grpo
 from flowrl.algorithms.common import base, transitions
-from flowrl.algorithms.common.transition_config import known_sde
+from flowrl.algorithms.common.transition_config import is_learned, known_sde
 from flowrl.runtime.rule import read_with
-from flowrl.samplers import sde
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout, Transition
 
 
@@ -73,7 +72,7 @@ class ReinFlowConfig(grpo.GRPOConfig):
                 f"algorithm.noise={list(self.noise)} should be the least and then the most standard"
                 " deviation of a step, such as [0.1, 0.24]"
             )
-        if not sde.find(self.sde).learned:
+        if not is_learned(self.sde):
             raise ValueError(
                 f"algorithm.sde={self.sde} has noise of a fixed size, whose entropy nothing can"
                 " change; reinflow trains it: use sde=learned, or another method, as flow_grpo"

@@ -25,7 +25,7 @@ from flowrl.config.compose import (
     read_yaml,
 )
 from flowrl.config.schema import Config, algorithm_schema
-from flowrl.config.schemas import kinds, settings
+from flowrl.rewards.core.find import setting_kinds
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
 from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
@@ -86,10 +86,6 @@ def _kinds_of(key: str, tree: Any) -> Kinds:
             return TEXT
         case ["reward", label, setting, *path]:
             name = str(OmegaConf.select(tree, f"reward.{label}.name") or label)
-            if (shipped := settings(f"rewards.{name}")) is not None:
-                return kinds(shipped, [setting, *path])
-            from flowrl.rewards.core.reward import setting_kinds  # of one's own, which is imported
-
             return setting_kinds(name, [setting, *path])
         case ["algorithm", "name"]:
             return TEXT

@@ -130,14 +130,15 @@ class Config(Section):
 def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
     """Judge {weight, gate, stratify, mode, name (when the label is not the reward's), **settings}
     without loading the reward; wrong -> ValueError."""
-    from flowrl.rewards.core import reward as core_reward
+    from flowrl.rewards.core.find import settings_class
     from flowrl.rewards.core.rules import settings_of
     from flowrl.rewards.core.schedule import is_number
+    from flowrl.rewards.core.settings import Settings, parse
 
     weight = entry["weight"]
     name = str(entry.get("name", label))
     live = registry.is_live(name)
-    schema = core_reward.Settings if live else core_reward.reward_class(name).Settings
+    schema = Settings if live else settings_class(name)
     try:
         settings = settings_of(entry, schema.model_fields)
     except ValueError as error:
@@ -145,12 +146,17 @@ def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
     settings.pop("name", None)
     if not isinstance(weight, dict) and not is_number(weight):
         raise ValueError(f"reward.{label}={weight!r} should be its weight, a finite number")
-    core_reward.parse(schema, settings, what=f"reward.{label}", prefix=f"reward.{label}.")
+    parse(schema, settings, what=f"reward.{label}", prefix=f"reward.{label}.")
 
 
 def algorithm_schema(name: str) -> type[BaseModel]:
     """Return the schema of an algorithm's options; one that takes any for a live algorithm, which
     is not at hand."""
-    from flowrl.algorithms.common.find import algorithm_class  # which imports torch
+    if registry.is_live(name):
+        return LiveOptions
+    found = registry.declared("flowrl.algorithms", name, "ALGORITHM", "Config")
+    if found is None:
+        from flowrl.algorithms.common.find import algorithm_class  # which imports torch
 
-    return LiveOptions if registry.is_live(name) else algorithm_class(name).Config
+        found = algorithm_class(name).Config
+    return found  # type: ignore[no-any-return]

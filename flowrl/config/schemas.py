@@ -9,18 +9,11 @@ that it takes, and its sentence. A plugin of one's own is not in it: its class i
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flowrl.runtime.typed_text import Kinds
-
 FILE = Path(__file__).with_name("schemas.json")
-TYPES: dict[str, Any] = {
-    kind.__name__: kind for kind in (str, int, float, bool, list, tuple, dict, type(None))
-}
-TYPES["Any"] = Any
 
 
 @cache
@@ -28,12 +21,3 @@ def settings(owner: str) -> dict[str, dict[str, Any]] | None:
     """Key -> {"default", "accepts", "kinds", "says"} of "config", "algorithms.NAME" or
     "rewards.NAME"; None: nothing that flowrl ships is called so."""
     return json.loads(FILE.read_text(encoding="utf-8")).get(owner)  # type: ignore[no-any-return]
-
-
-def kinds(found: dict[str, dict[str, Any]], path: Sequence[str]) -> Kinds:
-    """Types that the setting at a path takes; none: it is not known. Settings inside of a mapping
-    are called `mapping.*`."""
-    for key in (".".join(path), f"{path[0]}.*"):
-        if key in found:
-            return frozenset(TYPES[kind] for kind in found[key]["kinds"])
-    return frozenset()

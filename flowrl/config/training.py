@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from flowrl.config.section import Place, Section
-from flowrl.runtime import registry
+from flowrl.runtime import excerpt, registry
 from flowrl.runtime.rule import read_above, read_when, read_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -89,10 +89,8 @@ class DiversityConfig(Section):
     @pydantic.field_validator("features")
     @classmethod
     def check_features(cls, value: str | None) -> str | None:
-        from flowrl.rewards.core.features import check_name
-
         if value is not None:
-            check_name(value)
+            excerpt.part("flowrl.rewards.core.features", "check_name")(value)
         return value
 
     @pydantic.model_validator(mode="after")

@@ -88,6 +88,18 @@ def plugin(
     return getattr(found, attribute, None) if holds else found
 
 
+def declared(package: str, name: str, plugin: str, attribute: str) -> Any:
+    """What the class of a plugin that flowrl ships states as an attribute, without importing what
+    it computes with; None: the plugin is to be imported for that, or none."""
+    from flowrl.runtime import excerpt
+
+    return (
+        excerpt.declared(f"{package}.{name}", plugin, attribute)
+        if name in shipped(package)
+        else None
+    )
+
+
 def is_outside(group: str, name: str) -> bool:
     """Whether the name stands for a file of the user's or an installed package."""
     return is_place(name) or name in installed(group)

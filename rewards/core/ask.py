@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import RewardUnavailable
+from flowrl.rewards.core.failures import RewardUnavailable
 from flowrl.runtime.copies import own
 from flowrl.runtime.signals import Aborted
 from flowrl.runtime.timed import Overdue, within

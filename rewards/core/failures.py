@@ -24,6 +24,20 @@ OF_SERVERS = {  # names of exceptions, and of their parents, that say that a ser
 }
 
 
+class RewardBug(RuntimeError):
+    """A reward broke its contract (shape, dtype, device, an unknown column).
+
+    The run stops: no retry would help.
+    """
+
+
+class RewardUnavailable(RuntimeError):
+    """What a reward relies on (a server) is gone, and waiting did not help.
+
+    The run stops, resumable: no sample is counted as failed.
+    """
+
+
 class Problem(str):
     """`Reward.problem` that knows kinds: how many samples of the call failed by which of KINDS."""
 

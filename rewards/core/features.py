@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from flowrl.rewards.core.reward import RewardBug, load, network_bytes
+from flowrl.rewards.core.failures import RewardBug
+from flowrl.rewards.core.reward import load, network_bytes
 from flowrl.rewards.core.sizes import published
 from flowrl.runtime import registry
 

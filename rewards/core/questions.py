@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import RewardBug
+from flowrl.rewards.core.failures import RewardBug
 from flowrl.rewards.networks.detector import Clauses, Detections, official, strict
 from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean, user_file

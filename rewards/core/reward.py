@@ -11,25 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import pydantic
 import torch
 from torch import Tensor, nn
 
+from flowrl.rewards.core.settings import Settings, parse
 from flowrl.rewards.core.sizes import published
 from flowrl.runtime import registry
-from flowrl.runtime.filled import Filled
 from flowrl.runtime.install import line_for
 from flowrl.runtime.registry import did_you_mean
-from flowrl.runtime.typed_text import Kinds, kinds_at
 from flowrl.types import MediaContext
 
-SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # of an address: password, query
 COLUMNS = tuple(field.name for field in dataclasses.fields(MediaContext))
 SHOWN = ("colour", "shape", "count", "relation", "swap")  # what prompts of objects state
 WRITTEN = ("word", "letter")  # what a prompt of a text states
@@ -38,42 +35,6 @@ ORIGINS = {  # of the others: Python code, and clients of a reward server
     "group": "a training run brings it, for its samples of one prompt",
     "source": 'every prompt of a data file that has a column "image" brings it',
 }
-
-
-# of Settings whose reward sees pictures: it is differentiable without
-Rounding = Annotated[
-    bool,
-    pydantic.Field(
-        description="Score what a saved file would show; false lets the gradient through."
-    ),
-]
-
-
-class RewardBug(RuntimeError):
-    """A reward broke its contract (shape, dtype, device, an unknown column).
-
-    The run stops: no retry would help.
-    """
-
-
-class RewardUnavailable(RuntimeError):
-    """What a reward relies on (a server) is gone, and waiting did not help.
-
-    The run stops, resumable: no sample is counted as failed.
-    """
-
-
-class Settings(Filled):
-    """Base of every reward's settings: unknown keys are errors, and values stay as loaded."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-
-class PictureSettings(Settings):
-    """Settings of a reward whose network sees pictures."""
-
-    rounding: Rounding = True
-    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class Reward:
@@ -376,14 +337,6 @@ def load(name: str, **settings: Any) -> Reward:
         raise ValueError(f'reward "{name}" called sys.exit({error}) while it was loaded') from error
 
 
-def setting_kinds(name: str, path: Sequence[str]) -> Kinds:
-    """What a setting of reward `name` takes; nothing of a reward that is not known."""
-    try:
-        return kinds_at(reward_class(name).Settings, path)
-    except ValueError:  # who loads it says so
-        return frozenset()
-
-
 def network_bytes(name: str, **settings: Any) -> float | None:
     """Reward.network_bytes of reward `name` with its settings; ValueError: see `load`."""
     cls, checked = _chosen(name, settings)
@@ -395,30 +348,3 @@ def _chosen(name: str, settings: Mapping[str, Any]) -> tuple[type[Reward], Setti
     cls = reward_class(name)
     prefix = f"{name.rpartition(':')[2]}."
     return cls, parse(cls.Settings, settings, what=f'reward "{name}"', prefix=prefix)
-
-
-def parse(
-    schema: type[Settings], settings: Mapping[str, Any], *, what: str, prefix: str = ""
-) -> Settings:
-    """Validate settings against schema; all problems are reported together, as one ValueError.
-
-    prefix: what a user puts before a key.
-    """
-    try:
-        return schema.model_validate(dict(settings))
-    except pydantic.ValidationError as error:
-        problems = "; ".join(_sentence(problem, schema, prefix) for problem in error.errors())
-        raise ValueError(f"{what}: {problems}") from None
-
-
-def _sentence(problem: Mapping[str, Any], schema: type[Settings], prefix: str) -> str:
-    key = ".".join(map(str, problem["loc"])) or "settings"
-    if problem["type"] == "extra_forbidden":
-        hint = did_you_mean(key, schema.model_fields) or "; it has no settings"
-        return f'unknown setting "{key}"{hint}'
-    if problem["type"] == "missing":
-        field = schema.model_fields.get(key)
-        about = f" ({field.description.rstrip('.')})" if field and field.description else ""
-        return f'the setting "{key}" is missing; give {prefix}{key}=VALUE{about}'
-    value = SECRET.sub("***", repr(problem["input"]))
-    return f"{key}={value}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"

@@ -22,14 +22,8 @@ from flowrl.data.media import media_kind
 from flowrl.data.prompts import Prompts
 from flowrl.rewards.core.ask import ask
 from flowrl.rewards.core.counted import counted
-from flowrl.rewards.core.failures import explained, kind_of, kinds_of
-from flowrl.rewards.core.reward import (
-    COLUMNS,
-    ORIGINS,
-    Reward,
-    RewardBug,
-    RewardUnavailable,
-)
+from flowrl.rewards.core.failures import RewardBug, RewardUnavailable, explained, kind_of, kinds_of
+from flowrl.rewards.core.reward import COLUMNS, ORIGINS, Reward
 from flowrl.rewards.core.reward_set import RewardSet, Spec, load_set
 from flowrl.runtime.copies import own
 from flowrl.runtime.memory import ran_out

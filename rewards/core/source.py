@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.data.media import IMAGE_SUFFIXES, read_image
 from flowrl.rewards.core.pictures import column_of
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.runtime.paths import located, nearby
 from flowrl.types import MediaContext
 

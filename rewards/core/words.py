@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.rewards.core.reward import setting_kinds
+from flowrl.rewards.core.find import setting_kinds
 from flowrl.rewards.core.rules import TEXTS
 from flowrl.runtime.typed_text import TEXT, value_of
 

@@ -39,8 +39,9 @@ import pydantic
 from PIL import Image
 
 from flowrl.data.media import encoded
-from flowrl.rewards.core.reward import RewardUnavailable, forgetful
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.failures import RewardUnavailable
+from flowrl.rewards.core.reward import forgetful
+from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.judge.completion import Reply, detail, read_reply
 from flowrl.rewards.judge.replies import UnreadableReply
 from flowrl.rewards.server.addresses import address, fits_a_header

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import RewardBug
+from flowrl.rewards.core.failures import RewardBug
 from flowrl.rewards.core.score import take
 from flowrl.runtime.copies import own
 from flowrl.types import MediaContext

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from flowrl.rewards.clip import Clip, bytes_of
 from flowrl.rewards.clip import Settings as ClipSettings
-from flowrl.rewards.core.reward import Settings, parse
+from flowrl.rewards.core.settings import Settings, parse
 from flowrl.rewards.core.weights import fill, tensors
 from flowrl.shapes import clip as shapes_clip
 

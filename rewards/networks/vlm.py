@@ -32,7 +32,7 @@ from torchvision.transforms import functional as F
 
 from flowrl.data.media import to_uint8
 from flowrl.rewards.core.pictures import by_pil, normalized
-from flowrl.rewards.core.reward import PictureSettings
+from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.weights import fill, from_folder_or_hub, tensors
 
 PIXELS = 256 * 28 * 28  # 200,704, the area of a 448 x 448 picture

@@ -12,8 +12,9 @@ import torch
 from flowrl import rewards
 from flowrl.data import checklists
 from flowrl.data import geneval as geneval_prompts
+from flowrl.rewards.core.failures import RewardBug
 from flowrl.rewards.core.questions import complaint
-from flowrl.rewards.core.reward import Reward, RewardBug
+from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.networks import detector
 from flowrl.rewards.networks.detector import DetectedObject
 from flowrl.shapes import verify

@@ -28,8 +28,14 @@ OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score 
 def known_sde(name: str) -> str:
     """Return the name of a denoising step, a file's path made absolute; raise ValueError for an
     unknown name."""
-    sde.find(name := registry.absolute(name))
+    if (name := registry.absolute(name)) not in sde.SDES:
+        sde.find(name)  # which needs torch, and the names above none
     return name
+
+
+def is_learned(name: str) -> bool:
+    """Whether a denoising step takes noise that a policy learned."""
+    return name == "learned" if name in sde.SDES else sde.find(name).learned
 
 
 planned = partial(read_when, "algorithm.plan")
@@ -307,7 +313,7 @@ class TransitionConfig(base.Credit, base.Anchor):
 
     @model_validator(mode="after")
     def check_sde(self) -> TransitionConfig:
-        if sde.find(self.sde).learned and not self.learns_noise:
+        if is_learned(self.sde) and not self.learns_noise:
             raise ValueError(
                 f"algorithm.sde={self.sde} takes noise that a policy learned, which this method"
                 " does not train; use algorithm=reinflow"

@@ -22,8 +22,8 @@ from flowrl.evaluation.suites.measure import Measured, MeasureJournal, by_dimens
 from flowrl.evaluation.suites.prompt_files import Form
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set, parse_words
-from flowrl.rewards.core.reward import Settings, parse
 from flowrl.rewards.core.score import check_meta
+from flowrl.rewards.core.settings import Settings, parse
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import Solver

@@ -1,0 +1,62 @@
+"""Settings of a reward: their base, and how they are judged, in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import pydantic
+
+from flowrl.runtime.filled import Filled
+from flowrl.runtime.registry import did_you_mean
+
+SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # of an address: password, query
+
+# of Settings whose reward sees pictures: it is differentiable without
+Rounding = Annotated[
+    bool,
+    pydantic.Field(
+        description="Score what a saved file would show; false lets the gradient through."
+    ),
+]
+
+
+class Settings(Filled):
+    """Base of every reward's settings: unknown keys are errors, and values stay as loaded."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class PictureSettings(Settings):
+    """Settings of a reward whose network sees pictures."""
+
+    rounding: Rounding = True
+    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
+
+
+def parse(
+    schema: type[Settings], settings: Mapping[str, Any], *, what: str, prefix: str = ""
+) -> Settings:
+    """Validate settings against schema; all problems are reported together, as one ValueError.
+
+    prefix: what a user puts before a key.
+    """
+    try:
+        return schema.model_validate(dict(settings))
+    except pydantic.ValidationError as error:
+        problems = "; ".join(_sentence(problem, schema, prefix) for problem in error.errors())
+        raise ValueError(f"{what}: {problems}") from None
+
+
+def _sentence(problem: Mapping[str, Any], schema: type[Settings], prefix: str) -> str:
+    key = ".".join(map(str, problem["loc"])) or "settings"
+    if problem["type"] == "extra_forbidden":
+        hint = did_you_mean(key, schema.model_fields) or "; it has no settings"
+        return f'unknown setting "{key}"{hint}'
+    if problem["type"] == "missing":
+        field = schema.model_fields.get(key)
+        about = f" ({field.description.rstrip('.')})" if field and field.description else ""
+        return f'the setting "{key}" is missing; give {prefix}{key}=VALUE{about}'
+    value = SECRET.sub("***", repr(problem["input"]))
+    return f"{key}={value}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
