@@ -3,11 +3,13 @@ download names a revision."""
 
 import ast
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from setuptools.command.egg_info import FileList
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -73,3 +75,18 @@ def test_every_download_names_a_revision():
     assert not [
         name for name, call in calls if "revision" not in {word.arg for word in call.keywords}
     ]
+
+
+def test_the_sdist_lists_what_git_holds(monkeypatch):
+    """scripts/bench/installed.py builds it; this reads MANIFEST.in alone."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("an unpacked sdist has no list of git's to compare with")
+    told = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    known = {name for name in told.stdout.decode().split("\0") if name and (ROOT / name).exists()}
+    monkeypatch.chdir(ROOT)
+    listed = FileList()
+    for line in (ROOT / "MANIFEST.in").read_text().splitlines():
+        if line and not line.startswith("#"):
+            listed.process_template_line(line)
+    always = {"LICENSE", "MANIFEST.in", "pyproject.toml"}  # put in by setuptools
+    assert len(known) > 1000 and not known - set(listed.files) - always
