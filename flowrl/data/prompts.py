@@ -23,13 +23,14 @@ WORLDS = {
     "shapes": "flowrl.shapes.prompts",
     "geneval": "flowrl.data.geneval",
     "ocr": "flowrl.data.ocr",
+    "everyday": "flowrl.data.everyday",
 }
 
 
 def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
-    """Prompts of a file, whose form its content decides, or generated ones (shapes:train|eval,
-    geneval:, ocr:), or what a function of the user's gives (path/to/file.py:NAME), or those of a
-    dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
+    """Prompts of a file, whose form its content decides, or those that ship (shapes:train|eval,
+    geneval:, ocr:, everyday:), or what a function of the user's gives (path/to/file.py:NAME), or
+    those of a dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
 
     Forms of files: one prompt a line (plain.py), JSON, tables (texts.py), parquet, tar shards of
     webdataset; a row is {"prompt": ..., **meta}. "reference" is the path of an image, from the

@@ -3,11 +3,14 @@ same everywhere, training apart."""
 
 import hashlib
 import json
+import re
 from collections import Counter
 
+import everyday as generator
 import pytest
+from open_clip.tokenizer import SimpleTokenizer
 
-from flowrl.data import checklists, geneval, ocr
+from flowrl.data import checklists, everyday, geneval, ocr
 from flowrl.rewards.networks import detector
 from flowrl.shapes.prompts import find
 
@@ -114,6 +117,60 @@ def test_no_held_out_text_is_trained_on_and_every_kind_is_in_both():
     assert not {p["text"].lower() for p in train} & {p["text"].lower() for p in held}
     assert {p["task"] for p in train} == {p["task"] for p in held} == set(ocr.KINDS)
     assert {p["task"] for p in held[:64]} == set(ocr.KINDS)
+
+
+# --- everyday
+
+PARTS = [everyday.train_prompts(), everyday.eval_prompts()]
+DAILY = [row for part in PARTS for row in part]
+
+
+def test_everyday_is_what_its_parts_give_and_a_fifth_of_every_task_is_held_out():
+    made = generator.TARGET.read_text(encoding="utf-8")
+    assert made == "".join(f"{json.dumps(row)}\n" for row in generator.prompts())
+    train, held = (Counter(row["task"] for row in part) for part in PARTS)
+    assert len(DAILY) == 1000 and held == {task: n / 4 for task, n in train.items()}
+    assert {row["task"] for row in PARTS[1][:32]} == set(generator.COUNTS)
+
+
+def test_no_pair_of_a_held_out_prompt_is_trained_on_in_meta_or_in_words():
+    train, held = ({tuple(pair) for row in part for pair in row["pairs"]} for part in PARTS)
+    assert len(train) > 800 and len(held) > 300 and not train & held
+    for row in DAILY:  # what meta says of a prompt stands in it
+        text = row["prompt"].lower()
+        for subject, said in row["pairs"]:
+            assert said.lower() in text and subject[:3].lower() in text, row
+    trained_on = " ".join(row["prompt"].lower() for row in PARTS[0])
+    held_out = [f"{said} {subject}".lower() for subject, said in held]
+    assert not [words for words in held_out if f" {words} " in trained_on]
+
+
+def test_no_two_everyday_prompts_differ_by_word_order_alone():
+    words = [tuple(sorted(re.findall(r"\w+", row["prompt"].lower()))) for row in DAILY]
+    assert len(set(words)) == 1000
+    texts = [{row["text"].lower() for row in part if "text" in row} for part in PARTS]
+    assert len(texts[1]) > 10 and not texts[0] & texts[1]
+
+
+def test_everyday_prompts_are_plain_english_that_clip_reads_whole():
+    encode = SimpleTokenizer().encode
+    for prompt in (row["prompt"] for row in DAILY):
+        assert prompt.isascii() and prompt == " ".join(prompt.split()) and prompt[0].isupper()
+        assert 8 <= len(encode(prompt)) + 2 <= 77
+        words = prompt.lower().replace('"', "").split()
+        assert not [word for word, after in zip(words, words[1:], strict=False) if word == after]
+        for article, after in zip(words, words[1:], strict=False):
+            assert article not in ("a", "an") or (article == "an") == (after[0] in "aeiou"), prompt
+
+
+def test_everyday_varies_subjects_styles_and_light():
+    starts = Counter(
+        re.match(r"(.*?) (?:of|showing) ", row["prompt"])[1]
+        for row in DAILY
+        if " of " in row["prompt"]
+    )
+    subjects = Counter(subject for row in DAILY for subject, _ in row["pairs"])
+    assert len(subjects) > 150 and max(subjects.values()) < 60 and len(starts) > 30
 
 
 # --- checklists

@@ -243,14 +243,15 @@ def test_the_wheel_carries_every_module_config_template_and_weight(tmp_path):
     }
     expected |= {
         p.relative_to(ROOT).as_posix()
-        for folder in ("flowrl/shapes/weights", "flowrl/report/templates")
-        for p in (ROOT / folder).rglob("*")
+        for pattern in ("shapes/weights/**/*", "report/templates/*", "data/*.jsonl")
+        for p in (ROOT / "flowrl").glob(pattern)
         if p.is_file()
     }
     assert expected >= {
         "flowrl/configs/model/shapes-sd3.yaml",
         "flowrl/shapes/weights/LICENSE",
         "flowrl/report/templates/style.css",
+        "flowrl/data/everyday.jsonl",
     }
     assert not expected - wheel
 
