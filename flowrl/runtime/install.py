@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flowrl import __version__
 
-EXTRAS = {  # what is imported -> the extra that brings it
+EXTRAS = {  # imported package -> extra that installs it
     "av": "video",
     "bitsandbytes": "quantize",
     "datasets": "datasets",
@@ -27,16 +27,17 @@ EXTRAS = {  # what is imported -> the extra that brings it
     "uvicorn": "server",
     "wandb": "wandb",
 }
-ROOT = Path(__file__).resolve().parents[2]  # the checkout; of a wheel, where packages lie
+ROOT = Path(__file__).resolve().parents[2]  # folder of the checkout; for a wheel, of its packages
 WHEEL = f"path/to/flowrl_align-{__version__}-py3-none-any.whl"
-COMMAND = "flowrl.cli.main:main"  # the entry point of this distribution, under any name it had
+COMMAND = "flowrl.cli.main:main"  # entry point of this distribution, also under its former name
 
 
 def install_line(extra: str) -> str:
-    """The command that installs an extra into the Python that runs, from its checkout or a wheel's
-    file."""
+    """Return the command that installs an extra into the Python that runs, from its checkout or a
+    wheel's file."""
     pip, python = shutil.which("pip"), Path(sys.executable)
-    ours = pip is not None and Path(pip).parent == python.parent  # else pip installs elsewhere
+    # another Python's pip would install elsewhere
+    ours = pip is not None and Path(pip).parent == python.parent
     said = "pip" if ours else f"{shlex.quote(sys.executable)} -m pip"
     if not (ROOT / "pyproject.toml").is_file():
         return f"{said} install {shlex.quote(f'{WHEEL}[{extra}]')}"
@@ -45,7 +46,7 @@ def install_line(extra: str) -> str:
 
 
 def line_for(package: str | None) -> str | None:
-    """The command that installs a package which an extra brings, by its import name."""
+    """Return the command that installs a package which an extra brings, by its import name."""
     extra = EXTRAS.get((package or "").partition(".")[0])
     return install_line(extra) if extra else None
 
@@ -57,7 +58,7 @@ def foreign() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     if any(point.value == COMMAND for point in found.entry_points):
-        return None  # an installation from before the name changed
+        return None  # this package, installed before its name changed
     return (
         f"the package flowrl {found.version} in {found.locate_file('flowrl')} is another project's"
         " and has the same import name as this one (flowrl-align), so that files of both may be"

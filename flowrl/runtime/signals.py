@@ -12,7 +12,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-GRACE = 30.0  # seconds that an iteration has to reach its update
+GRACE = 30.0  # seconds after a signal in which an iteration may still reach its update
 RECEIVED = " received"
 
 

@@ -93,8 +93,8 @@ class Answers:
         self.disk = disk  # where answers are stored and looked for; None: in memory only
         # call -> answer; tensors whose values are not kept are on the meta device
         self.kept: OrderedDict[Key, Any] = OrderedDict()
-        # method -> tensors of its answers that the pipeline has read: once it read some, others are
-        # not kept, and the network is called again if one of them is read after all
+        # "<component>.<method>" -> tensors of its answers that the pipeline has read: once it read
+        # some, others are not kept, and the network is called again if one is read after all
         self.read: dict[str, set[Path]] = {}
         # calls whose answers may hold more tensors than are read
         self.fresh: dict[Key, EncoderCall] = {}

@@ -257,12 +257,13 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint, unverified; where it is none -> CheckpointError."""
+    """Read a JSON file of a checkpoint, unverified; if it is not one -> CheckpointError."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
+    # bytes that are not UTF-8 raise a ValueError, deep nesting a RecursionError
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not json, so it is truncated or altered") from error
 
 
