@@ -50,9 +50,12 @@ class Config(Section):
     is name -> {weight, **settings}."""
 
     model: ModelConfig = Field(ModelConfig(), description="The pretrained model.")
-    algorithm: dict[str, Any] = Field({}, description="name, and the options of that algorithm.")
+    # validate_default: a file that leaves one of the two out is refused, as an empty one is
+    algorithm: dict[str, Any] = Field(
+        {}, validate_default=True, description="name, and the options of that algorithm."
+    )
     reward: dict[str, dict[str, Any]] = Field(
-        {}, description="Name -> weight, or name -> {weight, settings}."
+        {}, validate_default=True, description="Name -> weight, or name -> {weight, settings}."
     )
     data: DataConfig = Field(DataConfig(), description="Prompts.")
     sampler: SamplerConfig = Field(SamplerConfig(), description="How rollouts are sampled.")

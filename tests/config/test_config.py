@@ -37,6 +37,15 @@ def test_the_default_run_is_nft_on_the_embedded_world():
     assert cfg.reward == {"shapes": {"weight": 1.0}} and cfg.trackers == ["tensorboard"]
 
 
+@pytest.mark.parametrize("key", ["algorithm", "reward"])
+def test_a_runs_config_that_lacks_its_algorithm_or_its_reward_is_refused(tmp_path, key):
+    stated = yaml.safe_load(load.dump(load_config()))
+    stated.pop(key)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stated))
+    with pytest.raises(ConfigError, match=f"no {key} is named; choose {key}="):
+        read_config(tmp_path / "config.yaml")
+
+
 def test_an_evaluation_takes_every_solver_of_a_plan():
     assert config_schema.EvalConfig.model_fields["solver"].annotation == Solver
 
