@@ -89,8 +89,8 @@ class Plan:
 
     parent: Tensor  # (E,) int64, -1 at a root
     root: Tensor  # (E,) int64, index of the x_T this edge descends from
-    sigma: Tensor  # (E,) fp64
-    sigma_next: Tensor  # (E,) fp64
+    sigma: Tensor  # (E,) fp64, sigma where the edge starts
+    sigma_next: Tensor  # (E,) fp64, sigma where it ends
     kind: Tensor  # (E,) int64, ODE or SDE
     eta: Tensor  # (E,) fp64, noise level of SDE edges, 0 on ODE edges
     trained: Tensor  # (E,) bool, edges of which the loss reads both ends; most are SDE edges
@@ -137,7 +137,7 @@ class Plan:
 class PromptBatch:
     """Prompts of one iteration."""
 
-    text: list[str]  # P prompts
+    text: list[str]  # texts of the P prompts
     ids: Tensor  # (P,) int64 places of the prompts in the data, stable over the run
     meta: list[dict[str, Any]]  # P records that rewards may read
 
@@ -171,7 +171,7 @@ class Rollout:
     tree: Tensor  # (B,) int64, number of the root (copy, root) that the leaf grew from
     plan: Plan  # the forest that every copy of a prompt grew
     nfe: int  # number of rows that went through the network (x branches of guidance not counted)
-    cond: Any = None  # the P prompts as the policy encoded them (Cond); None without a policy
+    cond: Any = None  # P prompts, encoded by the policy (Cond); None without a policy
     guidance: float | str = "none"  # guidance with which states were sampled, see Policy.velocity
     # (B,) int64, key of each leaf's initial noise; None: it came from files
     start_key: Tensor | None = None
@@ -204,7 +204,7 @@ class MediaContext:
 class Rewards:
     """Scores of B samples: each part as the reward gave it, and their weighted sum."""
 
-    raw: dict[str, Tensor]  # name -> (B,) fp32
+    raw: dict[str, Tensor]  # name -> (B,) fp32 scores
     weights: dict[str, float]  # weight of each reward in the total, at this iteration
     total: Tensor  # (B,) fp32 weighted sum, NaN where invalid
     valid: Tensor  # (B,) bool, every reward gave a score
@@ -229,7 +229,8 @@ class Advantages:
     """How much each sample, or each step of it, is worth to the update."""
 
     leaf: Tensor  # (B,) fp32 advantage of each sample
-    transition: Tensor | None = None  # (N,) fp32, for methods that train transitions
+    # (N,) fp32 advantage of each transition, for methods that train these
+    transition: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ class Level:
 
     x: Tensor  # (n, *L) fp32 states
     row: Tensor  # (n,) row of the conditioning
-    sigma: Tensor  # (n,) fp64
+    sigma: Tensor  # (n,) fp64 noise levels
     stored: Tensor  # (n,) row among the kept states, -1: not kept
     x0: Tensor | None  # (n, *L) the solver's history: the data prediction one node before
     sigma_x0: Tensor  # (n,) fp64 sigma where x0 was predicted; 1: no history

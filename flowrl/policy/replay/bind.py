@@ -17,7 +17,7 @@ from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.record import DenoiserCall, RecordedStep
 
-Values = list[list[dict[Path, Any]]]  # [regime][call][path], see Group
+Values = list[list[dict[Path, Any]]]  # values by [regime][call][path], see Group
 Recorded = list[tuple[RecordedStep, Tensor]]  # iterations of a regime, each with its sigma
 ENCODING = "while prompts and conditions are encoded"
 CHUNK = 64  # number of prompts that are encoded in one run

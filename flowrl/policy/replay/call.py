@@ -29,7 +29,7 @@ class Request:
     cond: Cond  # the encoded prompts
     rows: Tensor  # (n,) int64, rows of cond, on x's device
     group: Group | None = None  # group of cond to which all rows belong; None: not known yet
-    local: Tensor | None = None  # (n,) int64, rows of the group
+    local: Tensor | None = None  # (n,) int64, places of the rows in the group; None: not known yet
     guidance: float | str = "pipeline"  # "pipeline" (the recorded one), "none", or a number
     detach_uncond: bool = False  # no gradient passes through the unconditional branch
 
@@ -147,7 +147,7 @@ class Regime:
     """The calls of one loop iteration, and the rule that combines the outputs of their branches: a
     branch is a block of a call, numbered through all calls."""
 
-    calls: list[CallPlan]  # in the order of the loop
+    calls: list[CallPlan]  # network calls, in the order of the loop
     guidance: Guidance  # rule that makes one prediction from the outputs of all branches
 
     def passes(self, request: Request) -> Iterator[tuple[int, list[int], list[int], bool]]:

@@ -25,7 +25,7 @@ from flowrl.types import expand
 class Schedule:
     """Noise levels of one sampling run, from the pipeline's own scheduler."""
 
-    sigmas: Tensor  # (T+1,) fp64, descending, in [0, 1]
+    sigmas: Tensor  # (T+1,) fp64 noise levels, descending, in [0, 1]
     times: Tensor  # (T,) fp64, exact model times of sigmas[:-1]
     start: float = 1.0  # factor from noise to x at sigmas[0]
 

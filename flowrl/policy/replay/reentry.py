@@ -61,7 +61,7 @@ def reenter(
         on_times=body.on_times,
         grad=torch.is_grad_enabled(),
         doing="while its loop body is run",
-        # its step looks integer times up in a table, and ours may be a float
+        # such a scheduler looks integer times up in a table, and our time may be a float
         skip_step=coords.kind == "vp",
     )
     assert body.prediction is not None

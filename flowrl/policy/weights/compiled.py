@@ -33,7 +33,7 @@ class Compiled:
 
     blocks: list[nn.Module]  # modules that are compiled in place
     sizes: set[int] = field(default_factory=set)  # numbers of rows for which they were compiled
-    failed: bool = False  # the blocks run uncompiled
+    failed: bool = False  # whether the blocks run uncompiled
     forwards: int = 0  # number of forwards so far
 
     def run(
