@@ -27,6 +27,7 @@ from flowrl.runtime.typed_text import Kinds
 Tree = dict[str, Any]
 Options = dict[str, str | None]  # group -> chosen file of configs/; None: none of them
 LAYERS = ("model", "memory", "data", "reward", "algorithm")
+NAMED = ("data", "reward")  # have defaults for the embedded models alone
 GROUPS = (*LAYERS, "experiment")
 # the key by which a section of a file makes its own choice; any key of reward does
 SELF = "_self_"  # in lists of defaults: the file itself, which comes last anyway
@@ -79,11 +80,13 @@ def compose(
     try:
         named = line.options | dict(pick for file in given for pick in file.options.items())
         files = [read_experiment(named), *given]
-        chosen = read_yaml(config_folder() / "config.yaml")
-        for picks in (*(f.options for f in files), line.options):
-            chosen |= picks
-        source = source_of(files, line) if not chosen["model"] else None
-        unnamed = on_this_device(source)
+        picked = dict(pick for by in (*files, line) for pick in by.options.items())
+        chosen = read_yaml(config_folder() / "config.yaml") | picked
+        source = source_of(files, line)
+        unnamed = on_this_device(None if chosen["model"] else source)
+        if not is_embedded(source or chosen["model"] or ""):
+            chosen |= {group: None for group in NAMED if group not in picked}
+            defaults = defaults | {"data": defaults["data"] | {"train": "", "eval": None}}
         merged = OmegaConf.merge(
             in_full(defaults),
             unnamed,
@@ -112,6 +115,14 @@ def source_of(files: Sequence[File], line: CommandLine) -> str | None:
     found += [o.value() for o in line.values if o.key == "model.source"]
     stated = [source for source in found if isinstance(source, str)]
     return stated[-1] if stated else None
+
+
+def is_embedded(model: str) -> bool:
+    """Whether a model (its name in configs/model, or its source) comes with flowrl; so do names
+    that nothing has, which are refused as such."""
+    if model in options("model"):
+        model = option_layer("model", model)["model"]["source"]
+    return model.startswith("package:flowrl.") or not section_of("model", model)
 
 
 # ---------------------------------------------------------------------- the command line

@@ -64,6 +64,8 @@ def with_live_objects(
     whole = isinstance(cfg, Config)
     if whole:
         tree, problems = cfg.model_dump(mode="json"), []
+        if policy is not None:
+            drop_defaults(tree)
     else:  # without the file of the usual model, which has settings of its own
         stated = cfg.get("model") if isinstance(cfg, Mapping) else None
         stated = stated.get("source") if isinstance(stated, Mapping) else stated
@@ -169,6 +171,18 @@ def place_prompts(tree: dict[str, Any], given: Any) -> dict[str, Prompts]:
         count = f"{registry.LIVE}{number} prompt{'s' * (number != 1)}"
         data[part] = value if isinstance(value, str) else count
     return out
+
+
+def drop_defaults(tree: dict[str, Any]) -> None:
+    """Take the usual prompts and rewards out of a config in which nobody chose a model: they are
+    those of the usual one, and a live policy is another."""
+    usual = composed()[0]
+    if tree["model"]["source"] != usual["model"]["source"]:
+        return
+    if tree["data"]["train"] == usual["data"]["train"] and not tree["data"]["offline"]:
+        tree["data"] |= {"train": "", "eval": None}
+    if tree["reward"] == usual["reward"]:
+        tree["reward"] = {}
 
 
 def place_policy(tree: dict[str, Any], given: Any) -> None:

@@ -21,6 +21,7 @@ from flowrl.config.compose import (
     File,
     compose,
     file_of,
+    is_embedded,
     read_file,
     read_yaml,
 )
@@ -32,6 +33,11 @@ from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
 
 Given = str | Path | Mapping[str, Any] | None
 REWARD_TEXTS = ("name", "stratify", "mode")  # keys that are texts, whatever the reward
+# sections that a config must fill: what is missing, the words to add, and the argument of a script
+TO_NAME = {
+    "data": ("no prompts", "data=everyday (or data.train=prompts.txt)", 'prompts="everyday:train"'),
+    "reward": ("no reward", "reward=pickscore", 'rewards="pickscore"'),
+}
 LONGEST_VALUE = 120  # characters of a wrong value in a sentence
 # how pydantic names the part of a union in an error's place
 UNION_PARTS = ("literal[", "bool", "float", "constrained")
@@ -158,19 +164,42 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def validated(values: dict[str, Any], problems: list[str]) -> Config:
     """Validate a composed tree; problems found before, and all of its own, -> one ConfigError."""
+    lacking = _lacking(values)
+    if lacking:
+        problems = [*problems, _not_named(lacking, values)]
     try:
         cfg = Config.model_validate(values)
     except pydantic.ValidationError as error:
-        problems = [*problems, *_sentences(error, values.get("algorithm"))]
+        own = [e for e in error.errors() if e["loc"] not in {(section,) for section in lacking}]
+        problems = [*problems, *_sentences(own, values.get("algorithm"))]
     if problems:
         raise ConfigError("\n".join(problems))
     return cfg
 
 
-def _sentences(error: pydantic.ValidationError, algorithm: Any) -> list[str]:
+def _lacking(values: Mapping[str, Any]) -> list[str]:
+    """Sections of a composed tree in which nothing is named to train on, or by."""
+    data, reward = values.get("data"), values.get("reward")
+    named = not isinstance(data, dict) or data.get("train", True) or data.get("offline")
+    return ["data"] * (not named) + ["reward"] * (reward in ({}, None))
+
+
+def _not_named(sections: list[str], values: Mapping[str, Any]) -> str:
+    """Say which words to add. Only the embedded models have defaults for them."""
+    source = str((values.get("model") or {}).get("source"))
+    columns = zip(*(TO_NAME[section] for section in sections), strict=True)
+    what, words, arguments = (" and ".join(column) for column in columns)
+    none = f"{what} {'is' if sections == ['reward'] else 'are'} named"
+    if registry.is_live(source) or not is_embedded(source):
+        none += f" for {registry.label_of(source)}, and only the embedded models have defaults"
+    add = arguments if registry.is_live(source) else words
+    return f"{none}; add {add}, for example"
+
+
+def _sentences(errors: list[Any], algorithm: Any) -> list[str]:
     """Write one sentence for each key; what the parts of a union ask for is joined by "or"."""
     sentences: dict[str, str] = {}
-    for e in error.errors():
+    for e in errors:
         key = ".".join(part for part in map(str, e["loc"]) if not part.startswith(UNION_PARTS))
         text = _sentence(key, e, algorithm)
         if key in sentences:

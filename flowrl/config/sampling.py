@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -183,15 +183,11 @@ class DataConfig(Section):
 
     _places = pydantic.field_validator("train", "eval")(registry.absolute)
 
-    @pydantic.field_validator("train")
-    @classmethod
-    def check_train(cls, value: str) -> str:
-        if not value:
-            raise ValueError(
-                "no prompts are named; add data.train=prompts.txt (one a line), a .jsonl file, or"
-                " data=shapes"
-            )
-        return value
+    @pydantic.model_validator(mode="after")
+    def check_train(self) -> Self:
+        if not self.train and not self.offline:
+            raise ValueError("no prompts are named; add data.train=prompts.txt")
+        return self
 
 
 class SamplerConfig(Section):

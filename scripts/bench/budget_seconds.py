@@ -27,7 +27,7 @@ def main() -> None:
     print("| model | seconds |\n|---|---|")
     for model in sorted(path.stem for path in MODELS.glob("*.yaml")):
         words = [f"model={model}", f"algorithm={given.algorithm}", "--device", given.device]
-        words += ["--gpus", str(given.gpus)]
+        words += ["data=ocr", "reward=pickscore", "--gpus", str(given.gpus)]
         began = time.perf_counter()
         subprocess.run(
             [sys.executable, "-m", "flowrl", "budget", *words], check=True, stdout=subprocess.PIPE

@@ -91,7 +91,8 @@ def words(method: str, base: str, output: Path, *more: str) -> list[str]:
 def train(policy: Any, asked: list[str], resume: Path | None = None) -> Seen:
     """Iterate to the end -> what this process saw."""
     cfg = None if resume else flowrl.load_config(None, asked)
-    trainer = Trainer(cfg, resume=resume, policy=policy, rewards={"spread": spread})
+    live = {"rewards": {"spread": spread}, "prompts": "shapes:train"}
+    trainer = Trainer(cfg, resume=resume, policy=policy, **live)
     seen: dict[str, list[Tensor]] = {}
     before = policy.state()
     follow(trainer, seen)
@@ -268,7 +269,8 @@ def stage_of(policy: Any, cfg: Any, run: Path, stage: int) -> Seen:
     """One iteration more of a run -> its weights, and what all of them moved by."""
     before = policy.state()
     resume = run if stage > 1 else None
-    trainer = Trainer(cfg, resume=resume, policy=policy, rewards={"spread": spread})
+    live = {"rewards": {"spread": spread}, "prompts": "shapes:train"}
+    trainer = Trainer(cfg, resume=resume, policy=policy, **live)
     list(trainer)
     return moved(before, policy.state())
 

@@ -215,7 +215,7 @@ def checked(name: str, weights: Path) -> list[str]:
     """The words of `flowrl check` with the model's own type and arguments."""
     from flowrl.config.load import load_config
 
-    cfg = load_config(None, [f"model={name}"]).model
+    cfg = load_config(None, [f"model={name}", "data=ocr", "reward=jpeg"]).model
     call = {**cfg.pipeline, **real_cases.MODELS[name].size}
     own = [word for key, value in call.items() for word in ("--pipeline", f"{key}={value!r}")]
     return ["check", str(weights), "--dtype", cfg.dtype, *own]

@@ -136,7 +136,8 @@ def coefficients(policy: Any) -> Iterator[tuple[str, Tensor]]:
 
 def measure(name: str, folder: Path, kind: str) -> Measured:
     dtype, source = TYPES[kind], small_models.save(name, folder)
-    call = {**load_config(None, [f"model={name}"]).model.pipeline, **small_models.call_of(name)}
+    words = [f"model={name}", "data=ocr", "reward=jpeg"]
+    call = {**load_config(None, words).model.pipeline, **small_models.call_of(name)}
     policy = flowrl.load_policy(str(source), dtype=dtype, lora=LORA, **call)
     found = dict(coefficients(policy))
     policy.narrow_decoder()

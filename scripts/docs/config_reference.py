@@ -52,6 +52,11 @@ flowrl show experiment=quickstart optimizer.lr=5e-4
 flowrl show model=sd3.5-medium algorithm=flow_grpo reward=clip data=file data.train=prompts.txt
 ```
 
+Prompts and rewards have defaults, `data=shapes reward=shapes`, with the embedded models alone. With
+any other model, by name, path or hub id, `train`, `show` and `budget` ask for both: nobody means to
+train it on toy prompts, and what its rewards hold in memory is part of its budget. Prompts and
+rewards that a script hands to `flowrl.train` count.
+
 An unknown key, option or value stops with a sentence that names the nearest valid ones (exit code
 2), and nothing is written. A YAML file holds at most 1 MB, 50 levels, each key once, and
 10,000 values with its aliases written out (from OmegaConf 2.4 on).

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from small import NAMED
 
 from flowrl.config import build, compose, load
 from flowrl.config import schema as config_schema
@@ -42,7 +43,7 @@ def test_a_runs_config_that_lacks_its_algorithm_or_its_reward_is_refused(tmp_pat
     stated = yaml.safe_load(load.dump(load_config()))
     stated.pop(key)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stated))
-    with pytest.raises(ConfigError, match=f"no {key} is named; choose {key}="):
+    with pytest.raises(ConfigError, match=f"no {key} is named; (add|choose) {key}="):
         read_config(tmp_path / "config.yaml")
 
 
@@ -56,7 +57,7 @@ def test_an_evaluation_takes_every_solver_of_a_plan():
 def test_every_model_goes_with_every_algorithm(model, algorithm):
     """No command `model=M algorithm=A` is refused: the plan fits the model's steps, and the batch
     whole copies of the plan."""
-    cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}"])
+    cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}", *NAMED])
     made = build.make_algorithm(cfg)
     plan = made.plan(
         sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=0, seed=cfg.seed
@@ -111,7 +112,7 @@ PAPERS = {
 
 @pytest.mark.parametrize(("algorithm", "model"), PAPERS)
 def test_a_method_runs_with_the_numbers_of_its_paper(algorithm, model):
-    cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}"])
+    cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}", *NAMED])
     got = (cfg.sampler.steps, cfg.batch.group, cfg.batch.updates, cfg.optimizer.lr, cfg.sampler.eta)
     stated = PAPERS[algorithm, model]
     assert tuple(g for g, s in zip(got, stated, strict=True) if s is not None) == tuple(
@@ -121,7 +122,7 @@ def test_a_method_runs_with_the_numbers_of_its_paper(algorithm, model):
 
 @pytest.mark.parametrize("model", options("model"))
 def test_the_text_encoders_of_texforce_have_no_targets_of_the_denoiser(model):
-    lora = load_config(overrides=[f"model={model}", "algorithm=texforce"]).train.lora
+    lora = load_config(overrides=[f"model={model}", "algorithm=texforce", *NAMED]).train.lora
     assert lora.targets is None and (lora.rank, lora.alpha) == (16, 16)
 
 
@@ -194,7 +195,7 @@ def test_numbers_that_yaml_leaves_as_text_are_numbers():
 
 def test_a_bare_no_in_yaml_means_no_mixed_precision(tmp_path):
     (tmp_path / "mine.yaml").write_text("train: {precision: no}\n")
-    assert load_config(tmp_path / "mine.yaml", ["model=sd1.5"]).train.precision == "no"
+    assert load_config(tmp_path / "mine.yaml", ["model=sd1.5", *NAMED]).train.precision == "no"
 
 
 def test_a_dumped_config_reads_back_equal(tmp_path):
@@ -202,6 +203,7 @@ def test_a_dumped_config_reads_back_equal(tmp_path):
         overrides=[
             "model=sd3.5-medium",
             "algorithm=mix_grpo",
+            "data=ocr",
             "reward=jpeg",
             "reward.jpeg.quality=50",
         ]
@@ -284,7 +286,7 @@ def test_an_option_file_states_a_weight_that_a_setting_leaves_alone(tmp_path, mo
 
 
 def test_a_hub_id_or_folder_needs_no_file():
-    cfg = load_config(overrides=["model=someone/some-model-1.5"])
+    cfg = load_config(overrides=["model=someone/some-model-1.5", *NAMED])
     assert cfg.model.source == "someone/some-model-1.5" and cfg.model.pipeline == {}
 
 
@@ -324,12 +326,15 @@ def test_changed_keys_are_named():
         ),
         ("optimizer.lr=.nan", "optimizer.lr="),
         ("seed=-1", "seed=-1 should be greater than or equal to 0"),
-        ("data=file", "data.train: no prompts are named; add data.train=prompts.txt"),
+        (
+            "data=file",
+            "no prompts are named; add data=everyday (or data.train=prompts.txt), for example",
+        ),
         ("algorithm.beta=-1", "algorithm.beta=-1 should be greater than 0"),
         ("algorithm.name=nfd", 'unknown algorithm "nfd"; did you mean "nft"?'),
         ("nonsense", '"nonsense" is not key=value'),
         ("optimizer.lr=${nowhere}", "nowhere"),
-        ("~reward", "no reward is named"),
+        ("~reward", "no reward is named; add reward=pickscore, for example"),
         ("~algorithm", "no algorithm is named"),
         (
             "~reward.shape",
@@ -393,7 +398,8 @@ def test_a_bad_file_is_named(tmp_path, text, sentence):
 
 def test_the_advice_for_choosing_a_model_in_a_file_works(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [{override /model: sd1.5}]\n")
-    assert load_config(tmp_path / "mine.yaml").model.source.endswith("stable-diffusion-v1-5")
+    cfg = load_config(tmp_path / "mine.yaml", NAMED)
+    assert cfg.model.source.endswith("stable-diffusion-v1-5")
 
 
 def test_leaving_the_reward_out_and_choosing_one_contradict_each_other():

@@ -53,6 +53,7 @@ def policy(lora=None):
     return Pictures(Net(), (3, 8, 8), lora=lora)
 
 
+NAMED = {"rewards": "jpeg", "prompts": "ocr:train"}  # what a live policy needs beside it
 SETTINGS = {
     "algorithm": "flow_grpo",
     "batch": {"prompts": 2, "group": 2, "updates": 1},
@@ -81,20 +82,20 @@ def test_objects_take_the_place_of_names_in_the_config():
 
 def test_a_config_of_live_objects_is_read_again(tmp_path):
     cfg, _ = with_live_objects(
-        SETTINGS, policy=policy(), rewards={"r": {"reward": red, "weight": 0.5}}
+        SETTINGS, policy=policy(), rewards={"r": {"reward": red, "weight": 0.5}}, prompts=["a"]
     )
     path = tmp_path / "config.yaml"
     path.write_text(dump(cfg))
     assert read_config(path) == cfg and cfg.reward == {"r": {"weight": 0.5, "name": "live:red"}}
-    assert named(read_config(path)) == {"policy": "Net", "rewards": "red"}
+    assert named(read_config(path)) == {"policy": "Net", "rewards": "red", "prompts": "1 prompt"}
 
 
 def test_the_usual_model_gives_a_live_policy_none_of_its_settings(monkeypatch):
     told = []
     monkeypatch.setattr("flowrl.config.live.logger.info", told.append)
-    cfg, _ = with_live_objects(SETTINGS, policy=policy())
+    cfg, _ = with_live_objects(SETTINGS, policy=policy(), **NAMED)
     assert cfg.model.pipeline == {} and cfg.eval.baseline_guidance is None and not told
-    cfg, _ = with_live_objects(load_config(None), policy=policy())
+    cfg, _ = with_live_objects(load_config(None), policy=policy(), **NAMED)
     assert cfg.model.pipeline == {}
     assert told == [
         "model.pipeline: guidance_scale, max_sequence_length are those of the usual model; Net is"
@@ -103,9 +104,9 @@ def test_the_usual_model_gives_a_live_policy_none_of_its_settings(monkeypatch):
 
 
 def test_a_policy_says_itself_what_is_trained():
-    cfg, _ = with_live_objects(SETTINGS, policy=policy({"rank": 2, "alpha": 3}))
+    cfg, _ = with_live_objects(SETTINGS, policy=policy({"rank": 2, "alpha": 3}), **NAMED)
     assert (cfg.train.mode, cfg.train.lora.rank, cfg.train.lora.alpha) == ("lora", 2, 3)
-    cfg, _ = with_live_objects(SETTINGS, policy=Pictures(Net().bfloat16(), (3, 8, 8)))
+    cfg, _ = with_live_objects(SETTINGS, policy=Pictures(Net().bfloat16(), (3, 8, 8)), **NAMED)
     assert (cfg.train.mode, cfg.model.dtype) == ("full", "bf16")
 
 
@@ -184,7 +185,7 @@ def test_arguments_of_a_call_do_not_reach_a_policy_that_is_loaded():
 
 
 def test_each_object_that_is_missing_is_asked_for():
-    cfg, live = with_live_objects(SETTINGS, policy=policy(), rewards=red)
+    cfg, live = with_live_objects({**SETTINGS, "data": "ocr"}, policy=policy(), rewards=red)
     check_given(cfg, live)
     with pytest.raises(ValueError) as caught:
         check_given(cfg, with_live_objects(cfg, rewards=red)[1])

@@ -112,7 +112,8 @@ def test_what_a_file_does_not_give_is_said_before_anything_is_loaded(own, words,
     ],
 )
 def test_what_a_function_makes_is_judged_in_a_sentence(own, words, said):
-    result = small.invoke("train", "reward=jpeg", *words.split())
+    named = ["reward=jpeg", *["data=shapes"] * ("data=" not in words)]
+    result = small.invoke("train", *named, *words.split())
     assert result.exit_code == 2 and not any(Path("runs").glob("*")), result.output
     assert said in " ".join(result.output.split())
 
@@ -190,7 +191,12 @@ def test_mappings_and_keywords_say_what_words_say():
         ({"batch": [1]}, (), {}, "Cannot merge"),
         (None, (), {"itertions": 2}, 'unknown key "itertions"; did you mean "iterations"'),
         (None, (), {"seed": object()}, "the config: Value 'object' is not a supported"),
-        ({"model": "sd1.5"}, ["~model"], {}, '"~model" leaves out what model chooses'),
+        (
+            {"model": "sd1.5", "data": "ocr", "reward": "jpeg"},
+            ["~model"],
+            {},
+            '"~model" leaves out what model chooses',
+        ),
         ("quickstrt", (), {}, 'unknown experiment "quickstrt"; did you mean "quickstart"'),
     ],
 )

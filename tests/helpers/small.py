@@ -40,6 +40,10 @@ SETTINGS = {
     "model.self_check": "false",
     "guard.check_rewards": "false",
 }
+NAMED = [
+    "data=ocr",
+    "reward=jpeg",
+]  # what a config of another model than the embedded ones must say
 ALGORITHMS = {
     "nft": {"algorithm.steps": "2"},
     "flow_grpo": {},

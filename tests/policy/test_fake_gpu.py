@@ -11,6 +11,7 @@ import long
 import pytest
 import thin
 import torch
+from small import NAMED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from flowrl.config.load import load_config
@@ -26,7 +27,7 @@ MODELS = ["sd3.5-medium", "flux.1-dev", "sd1.5", "sdxl", "qwen-image", "wan2.1-1
 
 def policy_of(name):
     """bf16 with LoRA in fp32, as a GPU trains; few layers."""
-    cfg = load_config(None, [f"model={name}"])
+    cfg = load_config(None, [f"model={name}", *NAMED])
     known = read(cfg.model.source)
     parts = {part: {**config, **thin.fewer(config)} for part, config in known.parts.items()}
     policy = ModelledPolicy(

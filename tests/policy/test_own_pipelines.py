@@ -107,7 +107,7 @@ def test_the_live_pipeline_trains_as_the_file_does(mine, checks, name):
 
 
 def test_a_hint_that_is_missing_or_names_no_network_is_asked_for(mine):
-    refused = small.invoke("train", "model=mine.py:unusual", "reward=jpeg", "output=run")
+    refused = small.invoke("train", "model=mine.py:unusual", *small.NAMED, "output=run")
     assert refused.exit_code == 2 and not Path("run").exists()
     asked = "has no component named transformer* or unet*; name its networks, among field, vae,"
     assert asked in " ".join(refused.output.split())

@@ -67,7 +67,7 @@ def refused(tmp_path, *arguments):
         ("train.init_lora=nowhere", "nowhere"),
         ("model.pipeline.heigth=64", "heigth"),
         (
-            "model=nobody/nothing",
+            "model=nobody/nothing data=shapes reward=shapes",
             '"nobody/nothing" is not a diffusers folder, and cannot be fetched: HF_HUB_OFFLINE is'
             " set",
         ),
@@ -75,7 +75,7 @@ def refused(tmp_path, *arguments):
 )
 def test_a_mistake_is_named_and_nothing_is_written(tmp_path, monkeypatch, wrong, sentence):
     small.load_once(monkeypatch)
-    assert sentence in refused(tmp_path, "train", wrong, UNCHECKED)
+    assert sentence in refused(tmp_path, "train", *wrong.split(" "), UNCHECKED)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_an_unreplayable_pipeline_is_named_by_every_command_that_loads_it(tmp_pa
     pipe.save_pretrained(tmp_path / "sd15")
     said = "prediction_type given as score must be one of"
     assert said in refused(tmp_path, "check", "./sd15")
-    assert said in refused(tmp_path, "train", "model=./sd15", "reward=jpeg")
+    assert said in refused(tmp_path, "train", "model=./sd15", *small.NAMED)
     assert said in refused(tmp_path, "generate", "./sd15", "a red circle")
 
 

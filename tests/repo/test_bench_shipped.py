@@ -9,6 +9,7 @@ import rounding
 import shipped
 import small_models
 import torch
+from small import NAMED
 
 import flowrl
 from flowrl.config.compose import options
@@ -187,7 +188,7 @@ def test_coefficients_of_another_shape_or_value_are_far():
 @pytest.mark.parametrize("name", ["shapes-sd3", "sdxl"])
 def test_guidance_and_schedule_are_found_the_same_in_every_type(name, kind, models):
     measured = rounding.measure(name, models, kind)
-    shipped = load_config(None, [f"model={name}"]).model.pipeline["guidance_scale"]
+    shipped = load_config(None, [f"model={name}", *NAMED]).model.pipeline["guidance_scale"]
     weights = measured.coefficients["guidance 0"]
     assert (weights - torch.tensor([1 - shipped, shipped])).abs().max() < 1e-6
     ours, own = measured.velocity

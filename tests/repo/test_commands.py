@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import typer
-from pages import OURS, ROOT, shell, started
+from pages import OURS, PAGES, ROOT, shell, started
 
 from flowrl.cli.main import app
 from flowrl.config import build, load
@@ -61,6 +61,20 @@ def test_commands_exist_take_their_options_compose_and_fit_their_plans(
 ):
     monkeypatch.setenv("REWARD_SERVER", "http://127.0.0.1:8000")
     check_run(where, words, processes)
+
+
+INLINE = re.compile(r"`(flowrl (?:train|show|budget) [^`]*)`")  # also over the end of a line
+
+
+def test_commands_of_another_model_name_its_prompts_and_its_reward():
+    fenced = [" ".join(words) for page in PAGES.items() for _, words, _ in started(*page)]
+    inline = [text for page in PAGES.values() for text in INLINE.findall(page)]
+    runs = [text for text in (*fenced, *inline) if re.search(r"(?<!\.)model=(?!shapes-)", text)]
+    runs = [text for text in runs if "algorithm=" in text or "data" in text or "train" in text]
+    assert len(runs) > 40
+    for text in runs:
+        assert re.search(r"\bdata(\.train|\.offline)?=", text), text
+        assert re.search(r"\breward[.=]", text), text
 
 
 @pytest.mark.parametrize(

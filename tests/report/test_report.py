@@ -201,7 +201,7 @@ def test_the_command_that_repeats_a_run_composes_to_the_same_config_and_another_
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "a run"
     folder.mkdir(parents=True)
-    overrides = ["model=sd1.5", "algorithm=mix_grpo", "~reward", "seed=3"]
+    overrides = ["model=sd1.5", "data=ocr", "algorithm=mix_grpo", "~reward", "seed=3"]
     overrides += ["reward.jpeg=0.5", "reward.jpeg.quality=50"]
     cfg = load_config(None, [*overrides, f"output={output or 'null'}"])
     (folder / "config.yaml").write_text(dump(cfg))

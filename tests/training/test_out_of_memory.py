@@ -66,7 +66,9 @@ def test_of_two_processes_one_runs_out_and_both_end_with_a_sentence(base, tmp_pa
 
     def work():
         cfg = load_config(None, asked)
-        made = flowrl.Trainer(cfg, policy=policy, rewards={"spread": processes.spread})
+        made = flowrl.Trainer(
+            cfg, policy=policy, rewards={"spread": processes.spread}, prompts="shapes:train"
+        )
         decode = policy.decode
         last = os.environ["RANK"] == "1"
         policy.decode = lambda *a, **k: (full if last and made.iteration else decode)(*a, **k)

@@ -71,11 +71,11 @@ def test_what_does_not_go_with_a_quantised_base_is_a_sentence(words, sentence, t
 
 def test_a_live_policy_that_is_quantised_says_so_in_its_config(tmp_path):
     policy = flowrl.load_policy("shapes-sd3", lora={"rank": 2, "alpha": 2}, quantize="nf4")
-    cfg, live = with_live_objects(small.config(tmp_path), policy=policy)
+    cfg, live = with_live_objects(small.config(tmp_path), policy=policy, prompts="shapes:train")
     assert cfg.model.quantize == "nf4" and make_policy(cfg, live=live) is policy
     cfg = small.config(tmp_path, model__quantize="int8")
     with pytest.raises(ValueError, match="model.quantize=int8 is read when a pipeline is loaded"):
-        with_live_objects(cfg, policy=policy)
+        with_live_objects(cfg, policy=policy, prompts="shapes:train")
 
 
 # ---------------------------------------------------------------------- the optimizer

@@ -169,7 +169,9 @@ def test_all_weights_in_shares_are_trained_averaged_and_saved_as_by_one_process(
         cfg = load_config(None, processes.words("nft", base, tmp_path / name, *more))
         resumed = tmp_path / name if resume else None
         spread = {"spread": processes.spread}
-        trainer = Trainer(cfg, resume=resumed, policy=policy, rewards=spread)
+        trainer = Trainer(
+            cfg, resume=resumed, policy=policy, rewards=spread, prompts="shapes:train"
+        )
         list(trainer)
         weights = trainer.parts.weights
         moments = [weights.adamw.state[p]["exp_avg"] for p in weights.parameters.values()]
