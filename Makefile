@@ -1,3 +1,6 @@
+# make              this list
+# make install      .venv with flowrl and what its tests need; the other targets do so first. docs/install.md
+#                   says its size, what a machine without a GPU can leave out, and how to do without make
 # make quickstart   install, align the embedded model, show before and after
 # make test         install, run the test suite but for its long tests
 # make long         the long tests: siblings of tests that make test runs
@@ -22,7 +25,13 @@ TREE := .mypy_cache/tree/flowrl
 # Other packages count as Any (reading torch's types takes a minute from cold), and optional record fields may be used without an assert.
 MYPY := --follow-imports=skip --no-strict-optional --disable-error-code=var-annotated
 
-.PHONY: quickstart test long real check docs lock lowest release
+.PHONY: help install quickstart test long real check docs lock lowest release
+
+help:
+	@sed -n '/^#/!q; s/^# //p' Makefile
+
+install: $(STAMP)
+	@echo "flowrl is $(BIN)/flowrl; to have it on PATH: . $(BIN)/activate; to remove it: rm -r .venv"
 
 quickstart: $(STAMP)
 	$(BIN)/flowrl train experiment=quickstart
@@ -75,10 +84,11 @@ $(STAMP): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "flowrl needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`; name another: make PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv: about 7 GB on Linux with PyTorch's CUDA, once; docs/install.md knows a smaller way"
 ifeq ($(LOCK),)
-	$(BIN)/python -m pip install --quiet --upgrade --editable ".[dev]"
+	$(BIN)/python -m pip install --upgrade --editable ".[dev]"
 else
-	$(BIN)/python -m pip install --quiet --require-hashes --requirement $(LOCK)
+	$(BIN)/python -m pip install --require-hashes --requirement $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 endif
 	@touch $@

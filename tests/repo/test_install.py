@@ -157,6 +157,25 @@ def test_a_package_is_brought_by_the_extra_that_messages_name():
     assert install.line_for("nowhere") is install.line_for(None) is None
 
 
+def test_the_page_of_installation_holds_what_is_built_and_every_extra():
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(\w+)` \|", page.split("\n## Extras")[1], re.M)
+    assert sorted(table) == sorted(EXTRAS)
+    wheels = re.findall(r"flowrl_align-([\d.]+)-py3-none-any\.whl", page)
+    assert set(wheels) == {flowrl.__version__}
+    with_dev = set(re.findall(r"\w+", EXTRAS["dev"][0].partition("[")[2]))
+    row = next(line for line in page.splitlines() if line.startswith("| `dev` |"))
+    assert with_dev <= set(re.findall(r"\w+", row))
+
+
+def test_make_alone_lists_its_targets():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()) - {"help"}
+    head = makefile.partition("\nPYTHON")[0]
+    assert set(re.findall(r"^# make (\w+)", head, re.M)) == targets
+    assert re.search(r"^(\w+):", makefile, re.M)[1] == "help"
+
+
 # --- the name of the distribution
 
 
