@@ -15,7 +15,7 @@ from typing import Any, cast
 from flowrl.config import rules, run_rules
 from flowrl.config.compose import ConfigError
 from flowrl.config.load import flatten
-from flowrl.config.schema import Config
+from flowrl.config.schema import Config, algorithm_schema
 from flowrl.runtime.rule import Rule, as_word, conditions
 
 
@@ -23,12 +23,14 @@ class Facts:
     """Facts by dotted keys: words of a config, and objects that are learned. KeyError: not known.
 
     words: the tree of a config in plain values. A fact of the tree is an entry of a mapping
-    ("algorithm.credit"), one of an object an attribute ("plan.leaves").
+    ("algorithm.credit"), one of an object an attribute ("plan.leaves"). options: the schema of the
+    algorithm's options, which declares rules of its own.
     """
 
-    def __init__(self, words: Mapping[str, Any]):
-        self.known = dict(words)
-        self.waiting = [*unread(Config), *rules.RULES, *run_rules.RULES]
+    def __init__(self, words: Mapping[str, Any], options: Any):
+        self.known, self.options = dict(words), options
+        unread_ = [*unread(options, "algorithm."), *unread(Config)]
+        self.waiting = [*unread_, *rules.RULES, *run_rules.RULES, *declared(options)]
 
     def __getitem__(self, key: str) -> Any:
         try:
@@ -39,10 +41,6 @@ class Facts:
     def learn(self, **found: Any) -> None:
         """Add facts by their first names; what the rules refuse now -> one ConfigError."""
         self.known |= found
-        if method := found.get("method"):
-            options: Any = type(method.config)
-            own = unread(options, "algorithm.")
-            self.waiting = [*own, *self.waiting, *declared(options)]
         if refused := [sentence for _, sentence in self.said("refuse")]:
             raise ConfigError("\n".join(dict.fromkeys(refused)))
 
@@ -90,9 +88,7 @@ class Facts:
 
     def usual(self) -> dict[str, Any]:
         """The tree of a config in which nothing was set."""
-        method = self.known.get("method")
-        own = plain(type(method.config).model_construct()) if method else {}
-        return _defaults() | {"algorithm": own}
+        return _defaults() | {"algorithm": plain(self.options.model_construct())}
 
     def set_below(self, key: str) -> list[str]:
         """Settings at a key, or in the section of that name, that differ from their defaults."""
@@ -144,6 +140,8 @@ def unread(schema: Any, prefix: str = "") -> tuple[Rule, ...]:
 
 def of_config(cfg: Config, **found: Any) -> Facts:
     """The facts of a config, and others; what the rules refuse of them -> ConfigError."""
-    facts = Facts(plain(cfg))
+    method = found.get("method")
+    options = type(method.config) if method else algorithm_schema(cfg.algorithm["name"])
+    facts = Facts(plain(cfg), options)
     facts.learn(**found)
     return facts

@@ -154,7 +154,7 @@ def algorithm_schema(name: str) -> type[BaseModel]:
     is not at hand."""
     if registry.is_live(name):
         return LiveOptions
-    found = registry.declared("flowrl.algorithms", name, "ALGORITHM", "Config")
+    found = registry.declared("flowrl.algorithms", name, "ALGORITHM", "Config", what="algorithm")
     if found is None:
         from flowrl.algorithms.common.find import algorithm_class  # which imports torch
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowrl.runtime import excerpt
 from flowrl.runtime.paths import located, nearby
 
 LIVE = "live:"  # begins the name by which a config records an object that a script handed over
@@ -64,14 +65,19 @@ def find(package: str, name: str, *, what: str) -> ModuleType:
 
     Unknown, or its import fails -> ValueError with the nearest valid names, or the reason.
     """
-    if name not in shipped(package):
-        raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, choices(package))}')
+    check_known(package, name, what=what)
     try:
         return importlib.import_module(f"{package}.{name}")
     except Exception as error:  # a file may raise anything when it is imported
         raise ValueError(
             f'{what} "{name}": its file cannot be imported: {type(error).__name__}: {error}'
         ) from error
+
+
+def check_known(package: str, name: str, *, what: str) -> None:
+    """ValueError with the nearest valid names for one that is neither ours nor outside."""
+    if name not in shipped(package) and not is_outside(package, name):
+        raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, choices(package))}')
 
 
 def plugin(
@@ -88,16 +94,13 @@ def plugin(
     return getattr(found, attribute, None) if holds else found
 
 
-def declared(package: str, name: str, plugin: str, attribute: str) -> Any:
-    """What the class of a plugin that flowrl ships states as an attribute, without importing what
-    it computes with; None: the plugin is to be imported for that, or none."""
-    from flowrl.runtime import excerpt
-
-    return (
-        excerpt.declared(f"{package}.{name}", plugin, attribute)
-        if name in shipped(package)
-        else None
-    )
+def declared(package: str, name: str, plugin: str, attribute: str, *, what: str) -> Any:
+    """Return what the class of a plugin states as an attribute, without importing what it computes
+    with; None: it is not ours, and its package or file is to be loaded. ValueError: it is not
+    known."""
+    check_known(package, name, what=what)
+    ours = name in shipped(package)
+    return excerpt.declared(f"{package}.{name}", plugin, attribute) if ours else None
 
 
 def is_outside(group: str, name: str) -> bool:

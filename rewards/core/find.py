@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from flowrl.rewards.core.settings import Settings
+from flowrl.rewards.core.rules import parse_rules, settings_of
+from flowrl.rewards.core.settings import Settings, parse
 from flowrl.runtime import registry
 from flowrl.runtime.typed_text import Kinds, kinds_at
 
@@ -13,7 +15,7 @@ PACKAGE = "flowrl.rewards"
 
 def settings_class(name: str) -> type[Settings]:
     """The schema of a reward's settings. ValueError: see `reward_class`."""
-    found = registry.declared(PACKAGE, name, "REWARD", "Settings")
+    found = registry.declared(PACKAGE, name, "REWARD", "Settings", what="reward")
     if found is None:
         from flowrl.rewards.core.reward import reward_class  # which imports torch
 
@@ -27,3 +29,12 @@ def setting_kinds(name: str, path: Sequence[str]) -> Kinds:
         return kinds_at(settings_class(name), path)
     except ValueError:  # who loads it says so
         return frozenset()
+
+
+def check_settings(entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """ValueError where `load_set` would refuse these entries before it loads a network."""
+    parse_rules(entries)
+    for label, entry in entries.items():
+        schema = settings_class(name := str(entry.get("name", label)))
+        given = settings_of({k: v for k, v in entry.items() if k != "name"}, schema.model_fields)
+        parse(schema, given, what=f'reward "{name}"', prefix=f"{label}.")
