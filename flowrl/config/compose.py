@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flowrl.config.device import on_this_device, say
 from flowrl.config.gone import without_gone
-from flowrl.config.overrides import Override, parse_override
+from flowrl.config.overrides import Override, as_loop, parse_override
 from flowrl.runtime import registry, yaml_text
 from flowrl.runtime.text import printable
 from flowrl.runtime.typed_text import Kinds
@@ -172,6 +172,8 @@ def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> No
     else:
         rewards = registry.choices("flowrl.rewards") if group == "reward" else []
         near = registry.did_you_mean(str(value), {*options(group), *rewards, *installed(group)})
+        several = str(value).split(",")
+        near = as_loop(group, several) if len(several) > 1 else near
         problems.append(f'unknown {group} "{value}"{near}')
 
 
@@ -240,7 +242,9 @@ def leave_out(tree: Any, override: Override, value: Any, problems: list[str]) ->
     holder = OmegaConf.select(tree, parent) if parent else tree
     if not OmegaConf.is_dict(holder) or last not in holder:
         near = registry.did_you_mean(last, map(str, holder or ()))
-        problems.append(f'"{override.text}": no such reward or setting was chosen{near}')
+        problems.append(
+            f'"{override.text}" leaves out what was chosen, and there is no {override.key}{near}'
+        )
     elif value is not None and value != holder[last]:
         problems.append(f'"{override.text}": the value is {holder[last]}')
     else:
@@ -306,7 +310,10 @@ def listed_defaults(where: Path | str, tree: Tree) -> list[Any]:
     """Take the list `defaults` out of the tree of a file."""
     listed = tree.pop("defaults", [])
     if not isinstance(listed, list):
-        raise ConfigError(f"{where}: defaults must be a list")
+        raise ConfigError(
+            f"{where}: defaults={listed!r} should be a list of the files of configs/ that this one"
+            ' builds on, as "defaults: [{override /algorithm: nft}]"'
+        )
     return listed
 
 
@@ -317,8 +324,8 @@ def option_of(where: Path | str, entry: Any) -> tuple[str, str | None]:
     group = str(word).removeprefix("override /")
     if group not in GROUPS or group == word:
         raise ConfigError(
-            f"{where}: defaults: {entry!r} should be {{override /GROUP: NAME}}, where GROUP is"
-            f" {', '.join(GROUPS)}"
+            f"{where}: defaults: {entry!r} should be {{override /GROUP: NAME}}, which chooses a"
+            f" file of configs/GROUP, or null for none; GROUP is {', '.join(GROUPS)}"
         )
     if option is not None and option not in options(group):
         near = registry.did_you_mean(str(option), options(group))

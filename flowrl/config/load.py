@@ -25,6 +25,7 @@ from flowrl.config.compose import (
     read_file,
     read_yaml,
 )
+from flowrl.config.overrides import as_loop
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.rewards.core.find import setting_kinds
 from flowrl.runtime import registry
@@ -38,7 +39,10 @@ TO_NAME = {
     "data": ("no prompts", "data=everyday (or data.train=prompts.txt)", 'prompts="everyday:train"'),
     "reward": ("no reward", "reward=pickscore", 'rewards="pickscore"'),
 }
+# names of TRL, kohya's scripts, SimpleTuner, diffusers' examples and Hydra -> ours
+FILE_OF_SYNONYMS = Path(__file__).with_name("synonyms.yaml")
 LONGEST_VALUE = 120  # characters of a wrong value in a sentence
+ONE_VALUE = {"int_type", "float_type", "bool_type", "string_type", "literal_error"}
 # how pydantic names the part of a union in an error's place
 UNION_PARTS = ("literal[", "bool", "float", "constrained")
 
@@ -199,13 +203,16 @@ def _not_named(sections: list[str], values: Mapping[str, Any]) -> str:
 def _sentences(errors: list[Any], algorithm: Any) -> list[str]:
     """Write one sentence for each key; what the parts of a union ask for is joined by "or"."""
     sentences: dict[str, str] = {}
+    loops: dict[str, str] = {}
     for e in errors:
         key = ".".join(part for part in map(str, e["loc"]) if not part.startswith(UNION_PARTS))
         text = _sentence(key, e, algorithm)
         if key in sentences:
             text = f"{sentences[key]} or {text.partition(' should be ')[2]}"
         sentences[key] = text
-    return list(sentences.values())
+        if e["type"] in ONE_VALUE and len(several := _several(e["input"])) > 1:
+            loops[key] = as_loop(key, several)
+    return [sentence + loops.get(key, "") for key, sentence in sentences.items()]
 
 
 def _sentence(key: str, error: Any, algorithm: Any) -> str:
@@ -229,6 +236,13 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
     return f"{key}={_given(error)} should be {allowed}{_nearest_value(error)}"
 
 
+def _several(value: Any) -> list[Any]:
+    """Values that stand where one is taken: [0, 1], or a text of them, "[lora,full]"."""
+    if isinstance(value, str):
+        return value.strip("[]").split(",")
+    return value if isinstance(value, list) else []
+
+
 def _given(error: Any) -> str:
     """Write the value as Python does, cut where it is long."""
     return printable(repr(error["input"]), LONGEST_VALUE)
@@ -244,7 +258,7 @@ def _missing(key: str, given: Any) -> str:
 
 def _nearest_value(error: Any) -> str:
     """Return '; did you mean ...' for a misspelled choice."""
-    if error["type"] != "literal_error":
+    if error["type"] != "literal_error" or len(_several(error["input"])) > 1:
         return ""
     choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
     near = registry.did_you_mean(str(error["input"]), choices)
@@ -257,10 +271,18 @@ def _nearest_keys(key: str, algorithm: Any) -> str:
         valid += [f"algorithm.{k}" for k in _keys(algorithm_schema(algorithm["name"]))]
     section, _, last = key.rpartition(".")
     moved = [k for k in valid if k.rpartition(".")[2] == last]
+    if known := synonym(last):
+        return f"; here it is {known}"
     if moved:  # the right word in the wrong section
         return "; did you mean " + " or ".join(f'"{k}"' for k in moved) + "?"
     siblings = [k for k in valid if k.rpartition(".")[0] == section]
     return registry.did_you_mean(key, siblings if section else valid)
+
+
+def synonym(name: str) -> str | None:
+    """What other trainers call so, as flowrl does; None: nothing. An option counts, --lr as lr."""
+    table: dict[str, str] = yaml.safe_load(FILE_OF_SYNONYMS.read_text(encoding="utf-8"))
+    return table.get(name.strip("-").replace("-", "_").lower())
 
 
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -7,11 +7,13 @@ out. flowrl/runtime/typed_text.py reads the value, by what the setting takes.
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flowrl.runtime.text import printable
-from flowrl.runtime.typed_text import TEXT, Kinds, value_of
+from flowrl.runtime.typed_text import TEXT, Kinds, SeveralValues, value_of
 
 WORD = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>[a-z_$][\w$/-]*(\.[\w$-]+)*)(=\s*(?P<value>.*))?",
@@ -33,7 +35,18 @@ class Override:
         try:
             return value_of(self.raw, kinds)
         except ValueError as error:
-            raise ValueError(f'"{printable(self.text)}" {error}') from error
+            several = isinstance(error, SeveralValues)
+            loop = as_loop(self.key, self.raw.split(",")) if several else ""
+            raise ValueError(f'"{printable(self.text)}" {error}{loop}') from error
+
+
+def as_loop(key: str, values: Sequence[Any]) -> str:
+    """End a sentence with how to try several values: they are several runs."""
+    listed = " ".join(shlex.quote(str(value)) for value in values)
+    return (
+        f"; several runs are a loop of the shell: for v in {listed}; do flowrl train ... {key}=$v"
+        f" output=runs/{key}-$v; done"
+    )
 
 
 def parse_override(text: str) -> Override:
@@ -44,7 +57,10 @@ def parse_override(text: str) -> Override:
     """
     word = WORD.fullmatch(text)
     if word is None or (word["value"] is None and word["sign"] != "~"):
-        raise ValueError(f'"{printable(text)}" is not key=value')
+        raise ValueError(
+            f'"{printable(text)}" is not key=value (nor +key=value, which adds a key that is not'
+            " there, or ~key, which leaves one out)"
+        )
     if word["value"] == "":
         raise ValueError(
             f'"{printable(text)}" has no value; was a shell variable unset? give one, or'

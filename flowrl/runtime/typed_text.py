@@ -50,6 +50,10 @@ def kinds_of_argument(name: str) -> Kinds:
     return frozenset({str, list}) if is_picture(name) else frozenset()
 
 
+class SeveralValues(ValueError):
+    """A text gives several values, and its setting takes one."""
+
+
 def value_of(raw: str, kinds: Kinds) -> Any:
     """Return the value that a text gives a setting of these kinds. If the grammar has no such text
     -> ValueError whose words follow the given text.
@@ -68,7 +72,7 @@ def value_of(raw: str, kinds: Kinds) -> Any:
     if text and len(values) > 1:
         return raw.strip()
     if len(values) > 1:
-        raise ValueError("gives several values; a run takes one, and a list is written [...]")
+        raise SeveralValues("gives several values; a run takes one, and a list is written [...]")
     taken = not text or isinstance(values[0], (str, *kinds))
     return values[0] if taken else raw.strip()
 

@@ -1,0 +1,68 @@
+"""Names that people bring from other trainers, and several values, which are several runs."""
+
+import re
+
+import pytest
+import yaml
+
+from flowrl import load_config
+from flowrl.config import ConfigError, load, schemas
+
+TABLE = yaml.safe_load(load.FILE_OF_SYNONYMS.read_text())
+# of the issue and of the scripts of TRL, kohya, SimpleTuner and diffusers
+WANTED = """
+    learning_rate resolution train_batch_size num_generations kl beta wandb report_to prompts rank
+    network_dim network_alpha epochs max_train_steps gradient_accumulation_steps mixed_precision
+    output_dir pretrained_model_name_or_path cfg_scale guidance_scale num_inference_steps eval_steps
+    save_steps checkpointing_steps num_train_epochs clip_range group_size"""
+
+
+def keys():
+    """Every key of the config and of the shipped algorithms, and the sections that hold them."""
+    owners = yaml.safe_load(schemas.FILE.read_text())
+    found = set(owners["config"])
+    for owner, settings in owners.items():
+        if owner.startswith("algorithms."):
+            found |= {f"algorithm.{key}" for key in settings}
+    return found | {key.rpartition(".")[0] for key in found}
+
+
+def test_what_a_synonym_names_is_in_the_schema():
+    known = keys() | {"model", "reward", "flowrl train", "accelerate launch", "a list"}
+    for name, said in TABLE.items():
+        # what stands first, and every dotted word
+        first = re.match(r"`?((flowrl|accelerate|a) )?[a-z_.]*[a-z]", said)
+        named = re.findall(r"(?<![\w/])[a-z]+\.[a-z_.]*[a-z]", said)
+        for key in {first[0].strip("`"), *named} - {"file.py"}:
+            assert key in known or key.startswith("model.pipeline."), (name, key)
+
+
+def test_every_name_that_people_bring_is_answered_by_ours():
+    for name in WANTED.split():
+        with pytest.raises(ConfigError) as error:
+            load_config(None, [f"{name}=1"])
+        assert str(error.value) == f'unknown key "{name}"; here it is {TABLE[name]}'
+    for name in ("lr", "gradient_checkpointing"):  # ours, in a section
+        with pytest.raises(ConfigError, match=rf'did you mean "\w+\.{name}"\?'):
+            load_config(None, [f"{name}=1"])
+    assert load.synonym("--learning-rate") == "optimizer.lr" and load.synonym("lora") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "loop"),
+    [
+        ("seed=[0,1]", "for v in 0 1; do flowrl train ... seed=$v output=runs/seed-$v; done"),
+        ("seed=0,1", "for v in 0 1; do flowrl train ... seed=$v"),
+        ("optimizer.lr=1e-4,1e-5", "for v in 1e-4 1e-5; do flowrl train ... optimizer.lr=$v"),
+        ("train.mode=lora,full", "for v in lora full; do flowrl train ... train.mode=$v"),
+        ("algorithm=nft,flow_grpo", "for v in nft flow_grpo; do flowrl train ... algorithm=$v"),
+        ("algorithm.ratio=ppo,log", "for v in ppo log; do flowrl train ... algorithm.ratio=$v"),
+        ("seed=several", "should be a valid integer"),
+    ],
+)
+def test_several_values_are_answered_by_a_loop_of_runs(word, loop):
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["algorithm=flow_grpo", word] if "ratio" in word else [word])
+    sentence = str(error.value)
+    assert loop in sentence and ("several runs are" in sentence) == ("for v" in loop)
+    assert "did you mean" not in sentence
