@@ -18,7 +18,7 @@ from flowrl.config import load
 from flowrl.config.facts import of_config
 from flowrl.config.live import Live, check_given
 from flowrl.config.rules import climbs
-from flowrl.config.schema import Config
+from flowrl.config.schema import Config, options_of
 from flowrl.data import conditions
 from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
@@ -69,7 +69,7 @@ def autocast(cfg: Config, device: torch.device) -> Callable[[], AbstractContextM
 
 def make_algorithm(cfg: Config) -> Algorithm:
     cls = algorithm_class(cfg.algorithm["name"])
-    return cls(cls.Config.model_validate({k: v for k, v in cfg.algorithm.items() if k != "name"}))
+    return cls(cls.Config.model_validate(options_of(cfg.algorithm)))
 
 
 def make_policy(
@@ -182,8 +182,8 @@ def check_trained(cfg: Config, policy: Policy) -> None:
     if isinstance(policy, GeneratorPolicy):
         raise ValueError(
             f"the model is a generator, which has no weights to train, and"
-            f" algorithm={cfg.algorithm['name']} trains a network; use algorithm=dsrl, which learns"
-            " its initial noise"
+            f" algorithm={cfg.algorithm['label']} trains a network; use algorithm=dsrl, which"
+            " learns its initial noise"
         )
     own = "full" if policy.trainable.lora is None else "lora"
     if own != cfg.train.mode:

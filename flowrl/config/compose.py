@@ -80,7 +80,8 @@ def compose(
     try:
         named = line.options | dict(pick for file in given for pick in file.options.items())
         files = [read_experiment(named), *given]
-        picked = dict(pick for by in (*files, line) for pick in by.options.items())
+        picks = [*(file.options for file in files), line.options]
+        picked = {group: option for chosen in picks for group, option in chosen.items()}
         chosen = read_yaml(config_folder() / "config.yaml") | picked
         source = source_of(files, line)
         unnamed = on_this_device(None if chosen["model"] else source)
@@ -349,6 +350,8 @@ def option_layer(group: str, name: str) -> Tree:
     below = [option_layer(group, base) for base in listed_defaults(path, tree) if base != SELF]
     everywhere = path.read_text(encoding="utf-8").startswith("# @package _global_")
     layers = [*below, in_full(tree if everywhere else {group: tree})]
+    if group == "algorithm":  # as the run is called; several files may set up one algorithm
+        layers.append({group: {"label": name}})
     return OmegaConf.to_container(OmegaConf.merge(*layers))  # type: ignore[return-value]
 
 

@@ -19,7 +19,7 @@ from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.find import checked
 from flowrl.config.load import composed, validated
 from flowrl.config.sampling import ModelConfig
-from flowrl.config.schema import Config
+from flowrl.config.schema import Config, options_of
 from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, load_prompts
 from flowrl.policy import Policy
@@ -139,8 +139,7 @@ def place_algorithm(tree: dict[str, Any], given: Any) -> Algorithm:
     name = module if shipped else registry.live_name(cls)
     if made is None:
         known = tree.get("algorithm") or {}
-        options = known if known.get("name") == name else {}
-        options = {key: value for key, value in options.items() if key != "name"}
+        options = options_of(known) if known.get("name") == name else {}
         made = cls(cls.Config.model_validate(options))
     tree["algorithm"] = {"name": name, **made.config.model_dump(mode="json")}
     return made

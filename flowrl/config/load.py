@@ -97,7 +97,7 @@ def _kinds_of(key: str, tree: Any) -> Kinds:
         case ["reward", label, setting, *path]:
             name = str(OmegaConf.select(tree, f"reward.{label}.name") or label)
             return setting_kinds(name, [setting, *path])
-        case ["algorithm", "name"]:
+        case ["algorithm", "name" | "label"]:
             return TEXT
         case path:
             return kinds_at(Config, path)

@@ -208,7 +208,7 @@ def _distilled(source: str, needs: frozenset[str], policy: Any) -> str:
 RULES = (
     Rule(("batch.prompts", "batch.updates", "train.sequence_parallel", "processes"), _divisible),
     Rule(("batch.group", "plan.leaves"), _whole_trees),
-    Rule(("train.parts", "algorithm.name", "method.heads", "method.trains_network"), _parts),
+    Rule(("train.parts", "algorithm.label", "method.heads", "method.trains_network"), _parts),
     Rule(
         ("data.sampler.mode", "method.needs"),
         "{0} learns from advantages, and this method has none; use bayes",
@@ -217,16 +217,16 @@ RULES = (
     Rule(
         (f"{HELP}after", "method.needs"),
         "{0} samples some prompts with guidance, steps or texts of their own, and"
-        " algorithm={algorithm.name} trains how a sample was made; use a method on the forward"
+        " algorithm={algorithm.label} trains how a sample was made; use a method on the forward"
         " process, as algorithm=nft or dpo, or leave it out",
         when=lambda after, needs: after and "leaves" not in needs,
     ),
     Rule((f"{HELP}after", f"{HELP}column", "prompts"), _help_texts),
-    Rule(("replay.size", "algorithm.name", "method.needs"), _replayed),
+    Rule(("replay.size", "algorithm.label", "method.needs"), _replayed),
     Rule(
         ("sampler.rlg", "method.needs"),
         "sampler.rlg={sampler.rlg:g} samples from another distribution than the one whose"
-        " denoising steps {algorithm.name} trains; use a method on finished samples, as"
+        " denoising steps {algorithm.label} trains; use a method on finished samples, as"
         " algorithm=nft, or sampler.rlg=1",
         when=lambda rlg, needs: rlg != 1 and needs & {"log_prob", "reward"},
     ),
@@ -268,7 +268,7 @@ RULES = (
     ),
     Rule(
         ("train.sequence_parallel", "method.heads"),
-        "{0}: algorithm.name={algorithm.name} trains a head beside the network, which members of a"
+        "{0}: algorithm.name={algorithm.label} trains a head beside the network, which members of a"
         " team do not share; leave one of the two out",
         when=lambda members, heads: members > 1 and heads,
     ),
@@ -280,7 +280,7 @@ RULES = (
         when=lambda mode, needs: mode == "balance" and "group" in needs,
     ),
     Rule(
-        ("rewards", "method.needs", "algorithm.name", "data.offline", "rewards.climbers"),
+        ("rewards", "method.needs", "algorithm.label", "data.offline", "rewards.climbers"),
         lambda rewards, needs, name, offline, _: _climbed(rewards, needs, name, offline),
     ),
     Rule(

@@ -9,6 +9,8 @@ Config, and a reward's settings by the reward itself.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
@@ -52,7 +54,12 @@ class Config(Section):
     model: ModelConfig = Field(ModelConfig(), description="The pretrained model.")
     # validate_default: a file that leaves one of the two out is refused, as an empty one is
     algorithm: dict[str, Any] = Field(
-        {}, validate_default=True, description="name, and the options of that algorithm."
+        {},
+        validate_default=True,
+        description=(
+            "name; label, which is what the run calls its method (its file of configs/algorithm);"
+            " and the options of that algorithm."
+        ),
     )
     reward: dict[str, dict[str, Any]] = Field(
         {}, validate_default=True, description="Name -> weight, or name -> {weight, settings}."
@@ -99,9 +106,11 @@ class Config(Section):
                 f"no algorithm is named; choose algorithm={'|'.join(options('algorithm'))}"
             )
         name = registry.absolute(value["name"])  # a run resumes from any folder
-        return {"name": name} | algorithm_schema(name).model_validate(
-            {k: v for k, v in value.items() if k != "name"}
-        ).model_dump()
+        label = value.get("label", registry.label_of(name))  # earlier runs have none
+        if not isinstance(label, str) or not re.fullmatch(r"[\w.+-]+", label):
+            raise ValueError(f"algorithm.label={label!r} should be letters, digits and . + - _")
+        own = algorithm_schema(name).model_validate(options_of(value)).model_dump()
+        return {"name": name, "label": label, **own}
 
     @pydantic.field_validator("reward", mode="before")
     @classmethod
@@ -125,6 +134,11 @@ class Config(Section):
             raise ValueError("\n".join(problems))
         rules.check_rules(found)
         return out
+
+
+def options_of(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    """What an algorithm's own class reads of its section."""
+    return {key: value for key, value in algorithm.items() if key not in ("name", "label")}
 
 
 def check_reward_entry(label: str, entry: dict[str, Any]) -> None:

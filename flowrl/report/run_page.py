@@ -114,7 +114,7 @@ def _name_of(key: str, value: Any) -> str | None:
     labels = None
     if isinstance(value, dict):
         labels = ", ".join(map(str, value)) if key == "reward" else None
-        value = value.get("name") or value.get("source")
+        value = value.get("label") or value.get("name") or value.get("source")
     return str(value) if isinstance(value, str | int | float) else labels
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from flowrl.config.schema import Config
 from flowrl.runtime.processes.world import World
-from flowrl.runtime.registry import label_of
 from flowrl.runtime.store.lock import Lock
 
 DOING = "flowrl train"
@@ -60,7 +59,7 @@ def _folder(cfg: Config) -> tuple[Path, list[Path]]:
         made = _missing(path)
         path.mkdir(parents=True, exist_ok=True)
         return path, made
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label_of(cfg.algorithm['name'])}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['label']}"
     for number in itertools.count(1):
         path = Path("runs", name if number == 1 else f"{name}-{number}")
         made = _missing(path)

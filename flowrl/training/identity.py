@@ -43,6 +43,7 @@ SAMPLED = 64  # number of values that are hashed in each tensor of a network
 WRITTEN = ("journal", "log")  # settings of rewards that name files which a run writes
 UNCOUNTED = ("cli", "report")  # folders of flowrl whose code changes no number
 RESUMABLE = (
+    "algorithm.label",
     "iterations",
     "stop.",
     "checkpoint.",

@@ -205,7 +205,7 @@ def describe(trainer: Running) -> str:
         left = f"all {done} iterations are done; evaluated again"
     lines = [
         f"model      {cfg.model.source}, {weights:,} trained weights on {source.policy.device}",
-        f"algorithm  {cfg.algorithm['name']}, reward {_rewards(parts)}",
+        f"algorithm  {cfg.algorithm['label']}, reward {_rewards(parts)}",
         f"iteration  {batch.prompts} prompts x {batch.group} = {batch.prompts * batch.group}"
         f" samples on {_processes(source.world)}; {_sampling(parts)}",
         f"update     at most {rows:,} trained rows in {batch.updates} optimizer step(s),"

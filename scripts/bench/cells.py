@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowrl.config.load import load_config
-from flowrl.config.schema import algorithm_schema
+from flowrl.config.schema import algorithm_schema, options_of
 
 Cell = dict[str, Any]
 
@@ -246,7 +246,7 @@ def digest_of(settings: tuple[str, ...], budget: int) -> str:
     """
     cfg = load_config(None, settings)
     schema = algorithm_schema(cfg.algorithm["name"])
-    stated = schema.model_validate({k: v for k, v in cfg.algorithm.items() if k != "name"})
+    stated = schema.model_validate(options_of(cfg.algorithm))
     options = stated.model_dump(mode="json", exclude_defaults=True)
     what = cfg.model_dump(mode="json", exclude_defaults=True)
     what |= {"algorithm": {"name": cfg.algorithm["name"], **options}}

@@ -45,7 +45,8 @@ schema (the defaults below) <- model <- memory <- data <- reward <- algorithm
 `model=`, `memory=` (what fits a card of 24, 40 or 80 GB), `data=`, `reward=`, `algorithm=` and
 `experiment=` choose a file of `configs/`, which states only what differs from the schema; any other
 `key.sub=value` sets one value. `flowrl list` shows what can be chosen and `flowrl show` prints the
-result without running it:
+result without running it. A run goes by the name of its file of `configs/algorithm`, or of what
+`algorithm.label=NAME` says:
 
 ```bash
 flowrl show experiment=quickstart optimizer.lr=5e-4

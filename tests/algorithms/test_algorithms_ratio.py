@@ -9,6 +9,7 @@ from toy import GRID, SAMPLER, ToyPolicy, backward, gradient, prepared
 
 from flowrl.algorithms.grpo import ALGORITHM
 from flowrl.config.load import load_config
+from flowrl.config.schema import options_of
 from flowrl.samplers import keys, sigmas
 from flowrl.types import Columns, Transition
 
@@ -194,7 +195,7 @@ def test_ddpos_first_update_is_the_policy_gradient():
     """The configuration itself: per-prompt z-scores with eps 1e-6, ancestral DDIM, clip 1e-4 that
     the first minibatch does not feel."""
     options = load_config(None, ["algorithm=ddpo", "reward=jpeg"]).algorithm
-    algorithm = make(**{k: v for k, v in options.items() if k != "name"})
+    algorithm = make(**options_of(options))
     policy, rollout, advantages, rows = prepared(algorithm)
     assert rollout.plan.sde == "ddim" and algorithm.config.clip == (1e-4, 1e-4)
     assert advantages.leaf.view(3, 8).std(1, correction=0).tolist() == pytest.approx(

@@ -257,8 +257,9 @@ def test_reward_differences_are_not_clipped_by_the_configuration():
     """configs/algorithm/prdp.yaml: rewards of kilobytes are far apart, and their differences are
     what is regressed."""
     from flowrl.config.load import load_config
+    from flowrl.config.schema import options_of
 
     options = load_config(None, ["algorithm=prdp", "reward=jpeg"]).algorithm
-    algorithm = ALGORITHM(ALGORITHM.Config(**{k: v for k, v in options.items() if k != "name"}))
+    algorithm = ALGORITHM(ALGORITHM.Config(**options_of(options)))
     leaf = algorithm.leaf_advantages(rewards_of([0.0, 80.0, 10.0, 30.0]), torch.zeros(4))
     assert leaf.tolist() == [-30, 50, -20, 0]

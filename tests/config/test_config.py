@@ -67,8 +67,8 @@ def test_every_model_goes_with_every_algorithm(model, algorithm):
     schema = config_schema.algorithm_schema(cfg.algorithm["name"])
     assert (
         cfg.algorithm
-        == {"name": cfg.algorithm["name"]}
-        | schema(**{k: v for k, v in cfg.algorithm.items() if k != "name"}).model_dump()
+        == {"name": cfg.algorithm["name"], "label": algorithm}
+        | schema(**config_schema.options_of(cfg.algorithm)).model_dump()
     )
 
 

@@ -74,7 +74,11 @@ def test_objects_take_the_place_of_names_in_the_config():
     )
     assert cfg.model.source == "live:Net" and cfg.train.mode == "full"
     assert cfg.reward == {"red": {"weight": 1.0, "name": "live:red"}, "jpeg": cfg.reward["jpeg"]}
-    assert cfg.algorithm == {"name": "live:Own", **GRPOConfig().model_dump(mode="json")}
+    assert cfg.algorithm == {
+        "name": "live:Own",
+        "label": "Own",
+        **GRPOConfig().model_dump(mode="json"),
+    }
     assert cfg.data.train == "live:2 prompts" and cfg.data.eval is None
     assert live.prompts == [{"prompt": "a"}, {"prompt": "b"}] and live.held_out is None
     assert list(live.rewards.rewards) == ["red", "jpeg"] and isinstance(live.algorithm, Own)

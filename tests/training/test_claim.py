@@ -9,15 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import small
+import yaml
 
 import flowrl
-from flowrl.config.load import read_config
+from flowrl.config.compose import options
+from flowrl.config.load import dump, load_config, read_config
+from flowrl.report import run_page
 from flowrl.runtime.store import checkpoint, history
 from flowrl.runtime.store.checkpoint import CheckpointError
-from flowrl.training import identity, loop, resume, state
+from flowrl.training import identity, loop, outputs, resume, state
 from flowrl.training.claim import claimed
 from flowrl.training.resume import check_resume, config_of
 
+YAML = yaml.safe_load, yaml.safe_dump
 ALONE = SimpleNamespace(
     main=True, all_or_none=lambda _: contextlib.nullcontext(), from_main=lambda value: value
 )
@@ -55,6 +59,56 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monke
     with claimed(cfg, None, ALONE) as (first, held), claimed(cfg, None, ALONE) as (second, other):
         assert held.folder.is_dir() and other.folder.is_dir()
     assert (first, second) == (Path("runs/20260101-120000-nft"), Path("runs/20260101-120000-nft-2"))
+
+
+def test_every_method_goes_by_its_own_name(tmp_path, monkeypatch):
+    """In the run's folder, the console, the report and the trackers: thirteen files of
+    configs/algorithm set up one class."""
+    monkeypatch.chdir(tmp_path)
+    running, names, tracked = small.trainer("any"), options("algorithm"), []
+    accelerator = SimpleNamespace(init_trackers=lambda _, config, **more: tracked.append(config))
+    assert len(names) == 30
+    for name in names:
+        cfg = load_config(None, [f"algorithm={name}"])
+        with claimed(cfg, None, ALONE) as (folder, _):
+            assert folder.name.endswith(f"-{name}")
+        asked = SimpleNamespace(cfg=cfg, parts=running.parts, iteration=0, budget="")
+        assert f"algorithm  {name}, reward" in outputs.describe(asked)
+        weights = SimpleNamespace(accelerator=accelerator)
+        outputs.start_trackers(SimpleNamespace(setup=asked, weights=weights), 0)
+        Path(name).mkdir()
+        Path(name, "config.yaml").write_text(dump(cfg))
+        assert f"</span>{name}</li>" in run_page.build(Path(name)).read_text()
+    assert [config["algorithm.label"] for config in tracked] == names
+
+
+@pytest.mark.parametrize(
+    ("words", "label"),
+    [
+        (["algorithm=mix_grpo", "algorithm.label=mine-2"], "mine-2"),
+        (["algorithm=mix_grpo", "algorithm.name=grpo"], "mix_grpo"),
+        (["algorithm=mix_grpo", "algorithm.name=raft"], "raft"),
+        (["algorithm.label=a/b"], "algorithm.label='a/b' should be letters, digits and . + - _"),
+    ],
+)
+def test_a_label_is_the_users_or_the_file_of_the_method(words, label):
+    try:
+        found = load_config(None, words).algorithm["label"]
+    except ValueError as error:
+        found = str(error)
+    assert found == label
+
+
+def test_a_run_of_earlier_versions_has_the_name_of_its_class_and_goes_on(run):
+    for path in (run / "config.yaml", *run.glob("checkpoints/*/meta.json")):
+        read, write = (json.loads, json.dumps) if path.suffix == ".json" else YAML
+        tree = read(path.read_text())
+        (tree if path.suffix == ".yaml" else tree["identity"]["config"])["algorithm"].pop("label")
+        path.write_text(write(tree))
+    cfg = config_of(run)
+    assert cfg.algorithm["label"] == "nft"
+    check_resume(cfg, run)
+    check_resume(config_of(run, ["algorithm.label=other"]), run)
 
 
 def test_other_processes_are_told_the_folder_and_lock_nothing(tmp_path):

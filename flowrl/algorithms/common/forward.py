@@ -36,7 +36,7 @@ CONTINUOUS = ("logit_normal", "uniform")
 # refusal of diversity.entropy by methods that do not weight samples by their advantages
 SCALED_ALIKE = (
     "diversity.entropy={diversity.entropy:g} scales all advantages of a group alike, and"
-    " {algorithm.name} reads only the order of samples in their group; set it to 0"
+    " {algorithm.label} reads only the order of samples in their group; set it to 0"
 )
 Levels = Literal["schedule", "stratified", "logit_normal", "uniform"]
 
