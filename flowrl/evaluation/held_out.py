@@ -30,7 +30,7 @@ from flowrl.rewards.core.reward_set import Spec
 from flowrl.rollouts.generation import sample
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.log import logger
+from flowrl.runtime.log import logger, waiting
 from flowrl.runtime.processes.world import ALONE, Alone, World
 from flowrl.samplers import keys
 from flowrl.types import Solver
@@ -173,7 +173,7 @@ class Evaluator:
         order = sorted(range(images), key=lambda i: which[i])
         own = order[images * world.rank // world.size : images * (world.rank + 1) // world.size]
         chunks = [own[start : start + CHUNK] for start in range(0, len(own), CHUNK)]
-        with world.all_or_none(RewardUnavailable):
+        with waiting(f"evaluate {images} images"), world.all_or_none(RewardUnavailable):
             made = [(numbers, self._images(numbers, which)) for numbers in chunks]
         values: dict[str, Tensor] = {}
         parts = [part for theirs in world.collect(made) for part in theirs]

@@ -27,7 +27,7 @@ from flowrl.policy.weights.parts import adapter_of
 from flowrl.policy.weights.quantised import check_kind, kind_of, quantise
 from flowrl.policy.weights.waiting import Waiting
 from flowrl.runtime import hub, registry
-from flowrl.runtime.log import quiet
+from flowrl.runtime.log import quiet, waiting
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.paths import expanded
 from flowrl.runtime.registry import did_you_mean
@@ -39,6 +39,7 @@ DESCRIBED = "shape, kind, cond and decode describe an nn.Module; a pipeline brin
 ENCODING = "encoding (model.encoders, model.prompt_cache)"
 
 
+@waiting("load the model")
 def load_policy(
     source: Any,
     *,

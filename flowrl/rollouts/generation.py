@@ -12,11 +12,13 @@ from flowrl.data.conditions import Conditions
 from flowrl.policy import Cond, Policy
 from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.log import waiting
 from flowrl.samplers import plan, tree
 from flowrl.types import Solver
 
 
 @torch.no_grad()
+@waiting("sample")
 def sample(
     policy: Policy,
     prompts: Sequence[str],

@@ -13,6 +13,7 @@ from flowrl.policy import Cond, Policy
 from flowrl.rewards import RewardSet, concat
 from flowrl.rewards.core.score import check_media, score_with
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.log import Progress
 from flowrl.types import MediaContext, PromptBatch, Rewards, Rollout
 
 SHOWN = 8  # samples whose media are kept, for the log
@@ -51,12 +52,14 @@ def media_of(
     """
     assert bool((sigma == sigma[0]).all())
     policy.turns.rest()  # the denoiser may make room for the VAE
-    for i in range(0, len(x), decode):
-        rows = slice(i, min(i + decode, len(x)))
-        with ledger.phase("decode"), ledger.work("vae"):
-            here = x[rows].to(policy.device)
-            media = policy.decode(here, float(sigma[0]), whose[0], whose[1][rows])
-        yield rows, media
+    with Progress(len(x), title="decode", lines=False) as bar:
+        for i in range(0, len(x), decode):
+            rows = slice(i, min(i + decode, len(x)))
+            with ledger.phase("decode"), ledger.work("vae"):
+                here = x[rows].to(policy.device)
+                media = policy.decode(here, float(sigma[0]), whose[0], whose[1][rows])
+            yield rows, media
+            bar.update(rows.stop)
 
 
 class Scorer:

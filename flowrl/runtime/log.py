@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -90,49 +91,47 @@ def quiet() -> Iterator[None]:
 
 class Progress:
     """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
-    terminal, a line each few seconds elsewhere.
+    terminal, a line each few seconds elsewhere. A bar inside of another one is a line below it.
 
-    show: False on all processes but the main one.
+    total: None: not known. show: False on all processes but the main one. lines: False: nothing is
+    printed elsewhere.
     """
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         *,
         done: int = 0,
         title: str = "train",
         show: bool = True,
         every: float = 10.0,
+        lines: bool = True,
     ) -> None:
         self.total, self.done, self.every = total, done, every
         self.title = printable(title)
-        self.show = show
-        self.live = show and sys.stderr.isatty()
+        self.live = show and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+        self.show = self.live or (show and lines)
         self.last = -math.inf
         # (time, iteration) when the first iteration here ended; start-up does not count
         self.first: tuple[float, int] | None = None
 
     def __enter__(self) -> Progress:
         if self.live:
-            from rich import progress
-
-            self.bar = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(),
-                progress.MofNCompleteColumn(),
-                progress.TextColumn("{task.fields[numbers]}", markup=False),
-                progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(),
-                console=_console(),
-            )
+            self.inside = bool(_bars)
+            self.bar = _bars[0] if self.inside else _new_bar()
             self.task = self.bar.add_task(
                 self.title, total=self.total, completed=self.done, numbers=""
             )
-            self.bar.start()
+            if not self.inside:
+                _bars.append(self.bar)
+                self.bar.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.live:
+        if self.live and self.inside:
+            self.bar.remove_task(self.task)
+        elif self.live:
+            _bars.clear()
             self.bar.stop()
 
     def update(self, iteration: int, **numbers: float) -> None:
@@ -144,6 +143,7 @@ class Progress:
         if self.live:
             self.bar.update(self.task, completed=iteration, numbers=text)
             return
+        assert self.total is not None
         now = time.perf_counter()
         self.first = self.first or (now, iteration)
         if now - self.last >= self.every or iteration >= self.total:
@@ -153,11 +153,32 @@ class Progress:
 
     def _left(self, now: float, iteration: int) -> str:
         """Estimate the time left from the pace of this process; "" before there is one."""
-        assert self.first is not None
+        assert self.first is not None and self.total is not None
         began, start = self.first
         if iteration <= start:
             return ""
         return f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left"
+
+
+def _new_bar() -> Any:
+    from rich import progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[numbers]}", markup=False),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        console=_console(),
+    )
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """Inside, or in a function that it decorates, a terminal shows that something goes on."""
+    with Progress(None, title=title, lines=False):
+        yield
 
 
 def _console() -> Any:
@@ -171,3 +192,4 @@ def _console() -> Any:
 
 
 _shared: Any = None
+_bars: list[Any] = []  # rich's bar while there is one: a terminal shows one at a time

@@ -24,6 +24,7 @@ from flowrl.rewards.core.settings import Settings, parse
 from flowrl.rewards.core.sizes import published
 from flowrl.runtime import registry
 from flowrl.runtime.install import line_for
+from flowrl.runtime.log import waiting
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
@@ -321,6 +322,7 @@ def reward_class(name: str) -> type[Reward]:
     raise ValueError(f'reward "{name}": its file {said}; end it with REWARD = YourClass')
 
 
+@waiting("load a reward")
 def load(name: str, **settings: Any) -> Reward:
     """Load reward `name` with its settings. Unknown reward or setting -> ValueError naming the
     nearest valid ones."""

@@ -1,13 +1,16 @@
 """metrics.jsonl is valid JSON whatever the numbers, and a run without a terminal says where it is
 in plain lines."""
 
+import io
 import json
 
 import numpy as np
+import pytest
 import torch
 
 from flowrl.runtime import log
 from flowrl.runtime.store import run_folder
+from flowrl.runtime.terminal import Terminal
 
 
 def test_each_line_is_valid_json_and_not_a_number_becomes_null(tmp_path):
@@ -59,4 +62,23 @@ def test_lines_are_few_and_the_last_is_always_there(capsys):
 def test_other_processes_stay_silent(capsys):
     with log.Progress(1, show=False) as bar:
         bar.update(1)
+    with log.waiting("load the model"), log.Progress(2, lines=False) as bar:
+        bar.update(2)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", True), ("1", False)])
+def test_bars_on_a_terminal_stand_below_each_other_on_the_first_process(monkeypatch, rank, shown):
+    out = io.StringIO()
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(log, "_shared", Terminal(file=out, force_terminal=True, width=100))
+    monkeypatch.setattr(log.sys.stderr, "isatty", lambda: True, raising=False)
+    with log.Progress(9, lines=False) as train:
+        train.update(3)
+        with log.waiting("load the model"), log.Progress(7, title="decode", lines=False) as bar:
+            bar.update(5)
+            if shown:
+                train.bar.refresh()
+    assert all((text in out.getvalue()) == shown for text in ("3/9", "load the model", "5/7"))
+    assert not shown or out.getvalue().splitlines()[-1].find("decode") < 0
+    assert not log._bars
