@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Overrides, one_sentence_errors, parse_config, show
+from flowrl.cli.common import Json, Overrides, as_json, one_sentence_errors, parse_config, show
 
 Device = Annotated[
     str, typer.Option(help="h100, h200, a100, a100-40gb, l40s, rtx4090, or cpu: this machine's.")
 ]
 Gpus = Annotated[int, typer.Option(help="Processes, one a device, on all machines together.")]
 Machines = Annotated[int, typer.Option(help="Machines that they are on.")]
-Json = Annotated[
-    str | None, typer.Option("--json", help="Write the numbers to this file; -: print them.")
-]
 
 
 def budget(
@@ -26,10 +22,9 @@ def budget(
     machines: Machines = 1,
     json_: Json = None,
 ) -> None:
-    """Say what a run needs, without a GPU and without weights: memory, seconds, rows and FLOPs of
-    each phase, which cards it fits, and what makes it fit."""
+    """Say what a run will need, before it runs. Without a GPU and without weights: memory,
+    seconds, rows and FLOPs of each phase, which cards it fits, and what makes it fit."""
     from flowrl.runtime import log
-    from flowrl.runtime.store.files import write
     from flowrl.training.budget import fit, roofline
     from flowrl.training.budget.planner import Planner, check_known
 
@@ -40,14 +35,8 @@ def budget(
         check_known(cfg, gpus, machines)
         where = roofline.device(device).over(machines, gpus)
         found = fit.fit(Planner(cfg, where, gpus=gpus))
-        content = json.dumps(fit.record(found), indent=2)
-        if json_ == "-":
-            typer.echo(content)
+        if as_json(fit.record(found), json_):
             return
-        if json_:
-            from pathlib import Path
-
-            write(Path(json_), content + "\n")
     for table in tables(found):
         show(table)
     for note in found.own.notes:

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Call, Dtype, Hints, call_arguments, echo, one_sentence_errors, show
+from flowrl.cli.common import (
+    REWARD,
+    Call,
+    Dtype,
+    Hints,
+    Json,
+    as_json,
+    call_arguments,
+    complete_models,
+    complete_rewards,
+    echo,
+    one_sentence_errors,
+    show,
+)
 
 Model = Annotated[
-    str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")
+    str | None,
+    typer.Argument(
+        help="A name of configs/model, a folder, or a hub id.", autocompletion=complete_models
+    ),
 ]
 Rewards = Annotated[
-    list[str] | None, typer.Option(help="Check this reward instead: NAME, and NAME.SETTING=VALUE.")
+    list[str] | None,
+    typer.Option(
+        metavar=REWARD,
+        help="Check this reward instead, with these settings.",
+        autocompletion=complete_rewards,
+    ),
 ]
 Media = Annotated[
     list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")
@@ -42,11 +64,13 @@ def check(
     pipeline: Call = None,
     hints: Hints = None,
     dtype: Dtype = "fp32",
+    json: Json = None,
 ) -> None:
-    """Show what was inferred about a model and how exactly it replays, or try a reward on pictures
-    whose truth is known."""
+    """Look at a model or a reward before training. Shows what was inferred about a model and how
+    exactly it replays, or tries a reward on pictures whose truth is known."""
     pictures = {"media": media, "count": count, "frames": frames}
     with one_sentence_errors():
+        # one of the two, with the options that it reads
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
@@ -54,9 +78,10 @@ def check(
                 raise ValueError("--pipeline and --hints are for a model; leave them out")
             if prompts and not media:
                 raise ValueError("--prompts are those of --media; give --media too")
-            _check_rewards(reward, {**pictures, "prompts": Path(prompts) if prompts else None})
-        elif any(pictures.values()):
-            options = "--media, --count and --frames"
+            own = {**pictures, "prompts": Path(prompts) if prompts else None}
+            _check_rewards(reward, own, json)
+        elif json or any(pictures.values()):
+            options = "--media, --count, --frames and --json"
             raise ValueError(f"{options} are for a reward; give --reward NAME too")
         elif model is not None:
             _check_model(model, prompts, pipeline, hints, dtype)
@@ -87,21 +112,26 @@ def _check_model(
         echo(f"  tokens of a prompt that are read: {', '.join(map(str, found))}")
 
 
-def _check_rewards(words: list[str], pictures: dict[str, Any]) -> None:
+def _check_rewards(words: list[str], pictures: dict[str, Any], json: str | None) -> None:
     """Print what each reward makes of pictures; exit code 1 where a check failed."""
     from flowrl.rewards import load_set, parse_words
     from flowrl.rewards.checks import check as checks
+    from flowrl.runtime.store.run_folder import plain
 
     if pictures["media"] and pictures["frames"]:
         drawn = f"--frames {pictures['frames']} is of videos that are drawn"
         raise ValueError(f"{drawn}, and --media names images; leave one of them out")
-    found = []
+    found, records = [], []
     for label, reward in load_set(parse_words(words)).rewards.items():
         findings = checks.check(reward, _examples(reward, **pictures))
-        needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
-        echo(f"{label}: {reward.scale}\nneeds: {needs}")
-        show(checks.table(findings))
         found += findings
+        needs = sorted(reward.needs | reward.reads)
+        rows = [{**asdict(finding), "value": plain(finding.value)} for finding in findings]
+        records.append({"reward": label, "scale": reward.scale, "needs": needs, "findings": rows})
+        if json != "-":
+            echo(f"{label}: {reward.scale}\nneeds: {', '.join(needs) or 'nothing'}")
+            show(checks.table(findings))
+    as_json(records, json)
     if checks.failed(found):
         raise typer.Exit(1)
 

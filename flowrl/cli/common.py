@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -14,21 +15,63 @@ from typer.core import TyperCommand
 from flowrl.runtime.paths import expanded
 from flowrl.runtime.text import error_text, one_line, visible
 
+
+def complete_words(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete a word of a config: an experiment, GROUP=OPTION or KEY=."""
+    from flowrl.config.compose import GROUPS, options
+    from flowrl.config.schemas import settings
+    from flowrl.runtime.registry import shipped
+
+    named = {group: options(group) for group in GROUPS}
+    named["reward"] = shipped("flowrl.rewards")
+    words = [f"{group}={name}" for group, names in named.items() for name in names]
+    words += [*named["experiment"], *(f"{key}=" for key in settings("config") or ())]
+    # bash gives "=" as a word of its own, and completes what comes after it
+    given = "".join([*(ctx.params.get("overrides") or ())][-2:])
+    begun = given if given.endswith("=") else ""
+    return [word.removeprefix(begun) for word in words if word.startswith(begun + incomplete)]
+
+
+def complete_models() -> list[str]:
+    from flowrl.config.compose import options
+
+    return options("model")
+
+
+def complete_rewards() -> list[str]:
+    from flowrl.runtime.registry import shipped
+
+    return shipped("flowrl.rewards")
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="A YAML file or experiment name first, then group=option or key.sub=value."
+        metavar="FILE|EXPERIMENT|KEY=VALUE",
+        help="A YAML file or the name of an experiment first, then settings: model=sd3.5-medium"
+        " chooses a file of configs/, batch.group=16 sets a value.",
+        autocompletion=complete_words,
     ),
 ]
 Call = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=VALUE of the pipeline's call, as height=512; with --lora RUN, its own."
+        metavar="NAME=VALUE",
+        help="An argument of the pipeline's call, as height=512; with --lora RUN, its own.",
     ),
 ]
 Columns = Annotated[
     list[str] | None,
-    typer.Option(help="Of a list of prompts: NAME=COLUMN, as prompt=Caption; once for each."),
+    typer.Option(
+        metavar="NAME=COLUMN",
+        help="Of a list of prompts: prompt=Caption, for example; once for each.",
+    ),
+]
+Json = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the numbers to this file; -: print them as JSON."
+    ),
 ]
 Hints = Annotated[
     str | None,
@@ -38,6 +81,8 @@ Dtype = Annotated[
     Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the networks, as model.dtype.")
 ]
 
+HELP = Path(__file__).with_name("help.yaml")
+REWARD = "NAME[=WEIGHT|.SETTING=VALUE]"
 LARGEST_SEED = 2**63 - 1
 MAY_BE_EMPTY = ("prompts", "--prompt")  # parameters whose text may be empty: they take prompts
 MOST = 20  # most lines of wrong settings that are printed
@@ -45,7 +90,8 @@ MOST = 20  # most lines of wrong settings that are printed
 
 class Command(TyperCommand):
     """A command that refuses an option or an argument without a text, as of an unset variable, and
-    writes out ~ and variables in its paths, which a shell leaves in --output=~/x."""
+    writes out ~ and variables in its paths, which a shell leaves in --output=~/x. help.yaml says
+    under which headings its options stand, and has examples."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # read as text: a Path would turn "" into "."
@@ -60,6 +106,28 @@ class Command(TyperCommand):
         with one_sentence_errors():
             ctx.params = {name: _written_out(value) for name, value in ctx.params.items()}
         return rest
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        import yaml
+
+        said = yaml.safe_load(HELP.read_text(encoding="utf-8"))[self.name]
+        heading = {name: panel for panel, names in said.items() for name in names}
+        rows = []
+        for param in self.get_params(ctx):
+            name, text = param.get_help_record(ctx)
+            name = name.replace(" <list[str]>", "")  # metavars say it better
+            usual = f"{param.param_type_name.title()}s"
+            rows.append((heading.get(param.name, usual), (name, text)))
+        write_sections(formatter, rows)
+        with formatter.section("Examples"):
+            formatter.write("".join(f"  flowrl {words}\n" for words in said["Examples"]))
+
+
+def write_sections(formatter: Any, rows: Sequence[tuple[str, tuple[str, str]]]) -> None:
+    """Write the rows (heading, (name, sentence)) of a help, those of a heading together."""
+    for heading in dict.fromkeys(heading for heading, _ in rows):
+        with formatter.section(heading):
+            formatter.write_dl([row for under, row in rows if under == heading])
 
 
 def _written_out(value: Any) -> Any:
@@ -183,6 +251,26 @@ def named_values(
         except ValueError as error:
             raise ValueError(f"{option} {word} {error}") from error
     return out
+
+
+def next_steps(*steps: str) -> None:
+    """Say how to go on, on stderr: what a command prints stays what others read."""
+    typer.echo(visible("\n  ".join(["Next:", *steps])), err=True)
+
+
+def as_json(record: Any, target: str | None) -> bool:
+    """Write what a table says to the file that --json names, or print it -> whether it was printed,
+    and stands in the place of the table."""
+    from flowrl.runtime.store.files import write
+
+    if target is None:
+        return False
+    text = json.dumps(record, indent=2)
+    if target != "-":
+        write(Path(target), text + "\n")
+        return False
+    typer.echo(text)
+    return True
 
 
 def show(printed: object, *, wrap: bool = False) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import LARGEST_SEED, one_sentence_errors, parse_guidance, show
+from flowrl.cli.common import LARGEST_SEED, Json, as_json, one_sentence_errors, parse_guidance, show
 
 DOING = "flowrl evaluate"
 Runs = Annotated[list[Path], typer.Argument(help="A run folder; with --suite, one or more.")]
@@ -50,11 +50,13 @@ Count = Annotated[
 Prompts = Annotated[str | None, typer.Option(help="With --suite: the prompt file.")]
 Rewards = Annotated[
     list[str] | None,
-    typer.Option(help="With --suite: NAME.SETTING=VALUE of its rewards; once for each."),
+    typer.Option(metavar="NAME.SETTING=VALUE", help="With --suite: a setting of its rewards."),
 ]
 HeldOut = Annotated[
     list[str] | None,
-    typer.Option(help="With --suite: read NAME too, or NAME.SETTING=VALUE; once for each."),
+    typer.Option(
+        metavar="NAME[.SETTING=VALUE]", help="With --suite: a reward to read too; once for each."
+    ),
 ]
 Output = Annotated[
     Path | None,
@@ -80,9 +82,10 @@ def evaluate(
     reward: Rewards = None,
     held_out: HeldOut = None,
     output: Output = None,
+    json: Json = None,
 ) -> None:
-    """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite;
-    results join its report, unless they go elsewhere."""
+    """Measure a run on held-out prompts or on a suite. Takes the averaged weights of the newest
+    checkpoint; results join its report, unless they go elsewhere."""
     from flowrl.evaluation.places import places
     from flowrl.runtime import log
     from flowrl.runtime.processes.world import here
@@ -97,17 +100,19 @@ def evaluate(
         # three cases: with a suite, with options that need one, or on the run's own prompts
         if suite is not None:
             chosen = {"seed": seed or 0, **how, **of_suites, **words}
-            _evaluate_suite(runs, suite, output, world, **chosen)
+            _evaluate_suite(runs, suite, output, world, json, **chosen)
         elif len(runs) > 1 or any((*of_suites.values(), reward, held_out)):
             options = "--best-of, --count, --prompts, --reward and --held-out"
             needs = f"several runs, {options} need a suite"
             raise ValueError(f"{needs}; add --suite shapes, for example")
         else:
             with places(runs, output, DOING, world) as into:
-                _evaluate_run(runs[0], into[runs[0]], world, seed=seed, **how)
+                _evaluate_run(runs[0], into[runs[0]], world, json, seed=seed, **how)
 
 
-def _evaluate_run(run: Path, into: Path, world: Any, *, images: int | None, **chosen: Any) -> None:
+def _evaluate_run(
+    run: Path, into: Path, world: Any, json: str | None, *, images: int | None, **chosen: Any
+) -> None:
     """Add a row to the evaluation.json of a run, or of the folder `into`. chosen: steps, guidance,
     rlg, seed; None: as the run did. world: the processes that share it."""
     from flowrl.evaluation.of_run import evaluate_run
@@ -115,12 +120,17 @@ def _evaluate_run(run: Path, into: Path, world: Any, *, images: int | None, **ch
 
     with one_sentence_errors(disk=1):
         found = evaluate_run(run, images=images, into=into, world=world, **chosen)
-        if world.main:
+        if world.main and not as_json(found, json):
             show(terminal.evaluation_table(found))
 
 
 def _evaluate_suite(
-    runs: list[Path], suite: str, output: Path | None, world: Any, **chosen: Any
+    runs: list[Path],
+    suite: str,
+    output: Path | None,
+    world: Any,
+    json: str | None,
+    **chosen: Any,
 ) -> None:
     """Evaluate base and tuned model of every run on a suite, and print the tables."""
     from flowrl.evaluation.places import places
@@ -136,6 +146,9 @@ def _evaluate_suite(
             f"Results: {place}" if output else f"Report: {run_page.build(run)}"
             for run, place in into.items()
         ]
+        # the numbers as JSON, or a run's tables, then what several runs did beside their goals
+        if as_json(records, json):
+            return
         for record in records:
             for part in terminal.suite_tables(record):
                 show(part)

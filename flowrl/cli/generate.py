@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
 from flowrl.cli.common import (
     LARGEST_SEED,
+    REWARD,
     Call,
     Columns,
     Hints,
     call_arguments,
+    complete_models,
+    complete_rewards,
     named_values,
+    next_steps,
     one_sentence_errors,
     parse_columns,
     parse_guidance,
@@ -25,7 +30,8 @@ from flowrl.runtime.store.run_folder import is_run
 Model = Annotated[
     str,
     typer.Argument(
-        help="A run folder, a name of configs/model, a folder in diffusers layout, or a hub id."
+        help="A run folder, a name of configs/model, a folder in diffusers layout, or a hub id.",
+        autocompletion=complete_models,
     ),
 ]
 Prompts = Annotated[
@@ -48,8 +54,9 @@ BestOf = Annotated[
 Searching = Annotated[
     list[str] | None,
     typer.Option(
-        help="random, zero_order or tree: the best that --calls can find; also SETTING=VALUE of it,"
-        " once for each."
+        metavar="HOW|SETTING=VALUE",
+        help="random, zero_order or tree: the best that --calls can find; and its settings, once"
+        " for each.",
     ),
 ]
 Calls = Annotated[
@@ -68,7 +75,11 @@ Enough = Annotated[
 ]
 Chooser = Annotated[
     list[str] | None,
-    typer.Option(help="What chooses: NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each."),
+    typer.Option(
+        metavar=REWARD,
+        help="The reward that chooses, and its settings; once for each.",
+        autocompletion=complete_rewards,
+    ),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, max=LARGEST_SEED, help="Equal seeds give equal pictures.")
@@ -105,7 +116,7 @@ def generate(
 ) -> None:
     """Make images or videos."""
     from flowrl.data import prompts as data_prompts
-    from flowrl.data.media import check_output
+    from flowrl.data.media import MEDIA_SUFFIXES, check_output
     from flowrl.rewards import load_set, parse_words
     from flowrl.rollouts.inference import generate as generation
     from flowrl.runtime import log
@@ -133,7 +144,11 @@ def generate(
         _check_scale(policy, guidance, pipeline)
         made = generation.generate(policy, asked, **how)
         with one_sentence_errors(disk=1):
-            _save(made, output)
+            saved = _save(made, output)
+    if saved[0].suffix in MEDIA_SUFFIXES:
+        first = asked[0] if isinstance(asked[0], str) else asked[0]["prompt"]
+        rewards = " ".join(f"--reward {word}" for word in reward or ["clip"])
+        next_steps(f"flowrl score {quote(str(saved[0]))} --prompt {quote(first)} {rewards}")
 
 
 def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str | None) -> Any:
@@ -218,8 +233,9 @@ def _meta_of(rewards: Any, prompts: list[Any]) -> list[dict[str, Any]] | None:
     return [find(prompt) for prompt in prompts]
 
 
-def _save(made: Any, output: Path | None) -> None:
-    """Write each item; several items get numbers. A wrong suffix does not lose what was made."""
+def _save(made: Any, output: Path | None) -> list[Path]:
+    """Write each item and print where; several items get numbers. A wrong suffix does not lose what
+    was made."""
     from flowrl.data import media
     from flowrl.runtime.log import logger
     from flowrl.runtime.store import files
@@ -233,3 +249,4 @@ def _save(made: Any, output: Path | None) -> None:
     names = several if len(made) > 1 else [output]
     saved = [media.save(item, name) for item, name in zip(made, names, strict=True)]
     show("\n".join(map(str, saved)), wrap=True)
+    return saved

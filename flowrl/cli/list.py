@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli.common import echo, one_sentence_errors
+from flowrl.cli.common import Json, as_json, echo, one_sentence_errors
 
 
 def list_choices(
@@ -18,6 +18,7 @@ def list_choices(
             help="models, memory, algorithms, rewards, samplers, data, experiments, suites."
         ),
     ] = None,
+    json: Json = None,
 ) -> None:
     """List what a config can name."""
     from flowrl.config.compose import GROUPS, installed, options
@@ -27,6 +28,7 @@ def list_choices(
     def names(group: str) -> list[str]:
         return sorted({*options(group), *installed(group)})
 
+    # a list's name -> what makes it; "data" and "memory" have no plural
     kinds: dict[str, Callable[[], list[str]]] = {
         (group if group in ("data", "memory") else f"{group}s"): partial(names, group)
         for group in GROUPS
@@ -37,5 +39,8 @@ def list_choices(
     with one_sentence_errors():
         if what is not None and what not in kinds:
             raise ValueError(f'unknown list "{what}"{did_you_mean(what, kinds)}')
-    for name in [what] if what else kinds:
-        echo(f"{name}: " + ", ".join(kinds[name]()))
+        listed = {name: kinds[name]() for name in ([what] if what else kinds)}
+        if as_json(listed, json):
+            return
+    for name, choices_of in listed.items():
+        echo(f"{name}: {', '.join(choices_of)}")

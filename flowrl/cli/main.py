@@ -1,4 +1,4 @@
-"""The command line: train, budget, generate, score, evaluate, report, show, check, serve, list.
+"""The command line: one function a command, in the groups of `flowrl --help`.
 
 Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and nothing was started.
 """
@@ -6,38 +6,85 @@ Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and 
 from __future__ import annotations
 
 import os
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from flowrl.cli import budget, check, evaluate, generate, report, score, serve, show, train
+from flowrl import __version__
+from flowrl.cli import (
+    budget,
+    check,
+    env,
+    evaluate,
+    generate,
+    init,
+    report,
+    score,
+    serve,
+    show,
+    train,
+)
 from flowrl.cli import list as list_
-from flowrl.cli.common import Command
+from flowrl.cli.common import Command, echo, write_sections
 from flowrl.runtime.install import foreign
 from flowrl.runtime.streams import keep_streams_open
 
-COMMANDS = {  # in the order of `flowrl --help`
-    "train": train.train,
-    "budget": budget.budget,
-    "generate": generate.generate,
-    "score": score.score,
-    "evaluate": evaluate.evaluate,
-    "report": report.report,
-    "show": show.show,
-    "check": check.check,
-    "serve": serve.serve,
-    "list": list_.list_choices,
+COMMANDS: dict[str, dict[str, Any]] = {  # by heading, in the order of `flowrl --help`
+    "Train": {"init": init.init, "budget": budget.budget, "train": train.train},
+    "Use": {"generate": generate.generate, "score": score.score, "serve": serve.serve},
+    "Look": {
+        "evaluate": evaluate.evaluate,
+        "report": report.report,
+        "show": show.show,
+        "list": list_.list_choices,
+        "env": env.env,
+    },
+    "Own models and rewards": {"check": check.check},
 }
+
+
+class Commands(TyperGroup):
+    """All commands, whose help lists them under their headings."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [
+            (heading, (f"{name:8}", self.commands[name].get_short_help_str(formatter.width)))
+            for heading, commands in COMMANDS.items()
+            for name in commands
+        ]
+        write_sections(formatter, rows)
+
 
 app = typer.Typer(
     name="flowrl",
+    cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Align image and video generators with reinforcement learning.",
 )
-for _name, _command in COMMANDS.items():
-    app.command(_name, cls=Command)(_command)
+for _commands in COMMANDS.values():
+    for _name, _command in _commands.items():
+        app.command(_name, cls=Command)(_command)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        echo(f"flowrl {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+]
+
+
+@app.callback(epilog="`flowrl COMMAND -h` says more about a command, with examples.")
+def options(version: Version = False) -> None:
+    """Align image and video generators with reinforcement learning."""
 
 
 def main() -> None:

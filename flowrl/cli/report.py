@@ -23,7 +23,7 @@ Output = Annotated[
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder.")], output: Output = None
 ) -> None:
-    """Write report.html of a run: one file that holds everything it shows."""
+    """Write the report of a run, one HTML file that holds everything."""
     from flowrl.evaluation.places import own
     from flowrl.report import run_page
     from flowrl.runtime.store import run_folder

@@ -7,15 +7,32 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Columns, complain, one_sentence_errors, parse_columns, show
+from flowrl.cli.common import (
+    REWARD,
+    Columns,
+    Json,
+    as_json,
+    complain,
+    complete_rewards,
+    next_steps,
+    one_sentence_errors,
+    parse_columns,
+    show,
+)
 
 Media = Annotated[list[Path], typer.Argument(help="Files of images or videos, or folders of them.")]
 Rewards = Annotated[
-    list[str], typer.Option(help="NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each.")
+    list[str],
+    typer.Option(
+        metavar=REWARD,
+        help="A reward and its settings; once for each.",
+        autocompletion=complete_rewards,
+    ),
 ]
 Prompt = Annotated[str | None, typer.Option(help="The prompt of all images.")]
 Prompts = Annotated[
@@ -58,8 +75,10 @@ def score(
     frames: Frames = None,
     verbose: Verbose = False,
     output: Output = None,
+    json: Json = None,
 ) -> None:
-    """Score images, and make the folder that `flowrl train` learns from offline."""
+    """Score images or videos by rewards. With --output, also write the folder that `flowrl train`
+    learns from offline."""
     from flowrl.data import scored_folder
     from flowrl.data.media import MEDIA_SUFFIXES, has_frames
     from flowrl.data.samples import collect
@@ -84,16 +103,30 @@ def score(
             samples, rewards, chunk=chunk, frames=frames or 16, progress=True
         )
         kept = scored if top is None else scored_folder.keep_top(scored, top)
+        weights = rewards.weights
         # written before the table is printed: the reader of a pipe may leave and end the command
-        place = _write(output, kept, rewards.weights, problems) if output and kept else None
+        place = _write(output, kept, weights, problems) if output and kept else None
         with one_sentence_errors(disk=1):
-            show(terminal.score_table(kept, rewards.weights))
-            if place is not None:
+            lines = [scored_folder.entry(item, str(item.sample.path), weights) for item in kept]
+            printed = as_json(lines, json)
+            if not printed:
+                show(terminal.score_table(kept, weights))
+            if place is not None and not printed:
                 show(f"{len(kept)} of {len(samples)} images: {place}", wrap=True)
     for problem in problems:
         complain(problem)
+    _say_next(output if place else None, next(iter(weights)))
     if problems:
         raise typer.Exit(1)
+
+
+def _say_next(written: Path | None, label: str) -> None:
+    """Say how to train on what was written, or how to write it. label: of a reward."""
+    if written is None:
+        next_steps("the same with --keep-top 20% -o best keeps the best of each prompt")
+        return
+    offline = f"algorithm=raft data.offline={quote(str(written))}"
+    next_steps(f"flowrl train model=MODEL {offline} reward={label} data.eval=null")
 
 
 @contextmanager

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Overrides, one_sentence_errors, parse_config, show, stop
+from flowrl.cli.common import Overrides, next_steps, one_sentence_errors, parse_config, show, stop
 
 Resume = Annotated[
     Path | None,
     typer.Option(
-        help="Continue this run folder from its newest checkpoint; without one, from its start."
+        metavar="RUN",
+        help="Continue this run folder from its newest checkpoint; without one, from its start.",
     ),
 ]
 Accept = Annotated[
@@ -22,14 +24,26 @@ Accept = Annotated[
         help="With --resume: go on although settings, files or code are others than before.",
     ),
 ]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check all that a start checks, try the rewards, and say what would run; nothing is"
+        " written.",
+    ),
+]
 
 
 def train(
-    overrides: Overrides = None, resume: Resume = None, accept_changes: Accept = False
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: Accept = False,
+    dry_run: DryRun = False,
 ) -> None:
-    """Train. Prints what an iteration will cost before it starts."""
+    """Train, and say first what an iteration will cost."""
     from flowrl.runtime import log
     from flowrl.runtime.memory import ran_out
+    from flowrl.training import outputs
     from flowrl.training.records import NothingTrained
     from flowrl.training.resume import config_of
     from flowrl.training.train import start
@@ -41,6 +55,12 @@ def train(
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
         trainer = start(cfg, resume=resume, accept_changes=accept_changes)
+        if dry_run:
+            outputs.rehearse(trainer)
+            if trainer.world.main:
+                show(trainer.describe(), wrap=True)
+                show("Nothing was written. Without --dry-run, the same command trains.")
+            return
     # From here on it is a failure while running: exit code 1, and how to go on.
     try:
         if trainer.world.main:
@@ -48,25 +68,37 @@ def train(
         run = trainer.run()
     except NothingTrained as error:
         if trainer.world.main:
-            _conclude(error.run)
+            _conclude(error.run, trained=False)
         stop(error, 1)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
-        hint = f"resume with: flowrl train --resume {trainer.path}"
-        no_resume = ran_out(error) or not (trainer.path / "config.yaml").exists()
-        stop(error, 1, hint="" if no_resume else hint)
+        if not trainer.iteration:
+            what = (
+                f"nothing was trained; start again with another output=, or remove {trainer.path}"
+            )
+            stop(error, 1, hint=what if (trainer.path / "config.yaml").exists() else "")
+        hint = f"resume with: flowrl train --resume {shlex.quote(str(trainer.path))}"
+        stop(error, 1, hint="" if ran_out(error) else hint)
     if trainer.world.main:
         _conclude(run)
 
 
-def _conclude(run: Any) -> None:
-    """Print what a run (flowrl.Run) found and where it is."""
+def _conclude(run: Any, *, trained: bool = True) -> None:
+    """Print what a run (flowrl.Run) found, where it is, and the commands that use it."""
     from flowrl.report import terminal, watch_page
 
     if run.evaluation:
         show(terminal.evaluation_table(run.evaluation))
     if run.stopped:
-        again = f"Resume with:\n  flowrl train --resume {run.path}"
-        show(f"Stopped: {run.stopped}. {again}", wrap=True)
+        show(f"Stopped: {run.stopped}.", wrap=True)
     if run.peak:
         show(watch_page.sentence(run.peak), wrap=True)
     show(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", wrap=True)
+    if not trained:
+        return
+    path = shlex.quote(str(run.path))
+    steps = [f"flowrl train --resume {path}"] * bool(run.stopped)
+    steps.append(f'flowrl generate {path} "a red circle"')
+    steps += [f"flowrl evaluate {path} --seed 1"] * bool(run.evaluation)
+    if (run.path / "lora").is_dir():
+        steps.append(f'in diffusers: pipe.load_lora_weights("{run.path / "lora"}")')
+    next_steps(*steps)

@@ -104,22 +104,23 @@ def write(target: Path, scored: Sequence[ScoredSample], weights: Mapping[str, fl
     if target != path:
         files = _copy(files, target / "media")
     entries = [
-        _entry(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
+        entry(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
         for item, file in zip(scored, files, strict=True)
     ]
     return tables.write(path, entries)
 
 
-def _entry(item: ScoredSample, file: str, weights: Mapping[str, float]) -> dict[str, Any]:
+def entry(item: ScoredSample, file: str, weights: Mapping[str, float]) -> dict[str, Any]:
+    """The line of a list about a sample, whose media the list finds at `file`."""
     known = {label: v if math.isfinite(v) else None for label, v in item.scores.items()}
-    entry = {
+    line = {
         "file": Path(file).as_posix(),
         "prompt": item.sample.prompt,
         "scores": known,
         "weights": dict(weights),
         "total": item.total,
     }
-    return entry | item.sample.meta
+    return line | item.sample.meta
 
 
 def _copy(paths: Sequence[Path], folder: Path) -> list[Path]:

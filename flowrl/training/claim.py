@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from flowrl.config.schema import Config
@@ -23,11 +23,11 @@ def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Pa
 
     An error inside gives both back: a folder that was made for it is removed again.
     """
-    lock, made = None, []
+    lock = None
     with world.all_or_none(ValueError):
         if world.main:
             try:
-                lock, made = (Lock(resume, DOING), []) if resume else _new(cfg)
+                lock = Lock(resume, DOING) if resume else _new(cfg)
             except OSError as error:
                 raise ValueError(str(error)) from error
     path = Path(world.from_main(str(lock.folder) if lock else None))
@@ -35,12 +35,12 @@ def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Pa
         yield path, lock
     except BaseException:
         if lock:
-            _give_back(lock, made)
+            lock.withdraw()
         raise
 
 
-def _new(cfg: Config) -> tuple[Lock, list[Path]]:
-    """Lock a folder that holds no run -> its lock, and the folders that were made for it."""
+def _new(cfg: Config) -> Lock:
+    """Lock a folder that holds no run."""
     path, made = _folder(cfg)
     lock = Lock(path, DOING)
     if holds := next((name for name in RUN_FILES if (path / name).exists()), None):
@@ -49,7 +49,8 @@ def _new(cfg: Config) -> tuple[Lock, list[Path]]:
         if holds == RUN_FILES[-1]:
             what = "its config.yaml is missing, so restore that, or choose another output="
         raise ValueError(f"{path} already holds a run; {what}")
-    return lock, made
+    lock.made = made
+    return lock
 
 
 def _folder(cfg: Config) -> tuple[Path, list[Path]]:
@@ -74,11 +75,3 @@ def _folder(cfg: Config) -> tuple[Path, list[Path]]:
 def _missing(path: Path) -> list[Path]:
     """List the folders of a path that do not exist yet, the innermost first."""
     return [place for place in (path, *path.parents) if not place.exists()]
-
-
-def _give_back(lock: Lock, made: list[Path]) -> None:
-    """Unlock a folder, and remove folders made for it, unless they hold something by now."""
-    lock.withdraw()
-    with suppress(OSError):
-        for place in made:
-            place.rmdir()

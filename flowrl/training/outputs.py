@@ -79,6 +79,17 @@ def start(trainer: Running) -> None:
     trainer.save()
 
 
+def rehearse(trainer: Running) -> None:
+    """Try the rewards as `start` does, and leave the run's folder as it was before."""
+    parts = trainer.parts
+    try:
+        if trainer.cfg.guard.check_rewards and parts.source.dataset is None:
+            try_rewards(parts)
+    finally:
+        if parts.lock:
+            parts.lock.withdraw()
+
+
 def _live(cfg: Config) -> dict[str, str]:
     """Name the live objects of the run, for environment.json."""
     return {f"live {argument}": label for argument, label in named(cfg).items()}

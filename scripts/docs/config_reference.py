@@ -51,7 +51,19 @@ result without running it. A run goes by the name of its file of `configs/algori
 ```bash
 flowrl show experiment=quickstart optimizer.lr=5e-4
 flowrl show model=sd3.5-medium algorithm=flow_grpo reward=clip data=file data.train=prompts.txt
+flowrl show model=sd3.5-medium algorithm=flow_grpo reward=clip data=ocr --diff
+flowrl train model=sd3.5-medium algorithm=flow_grpo reward=clip data=ocr --dry-run
 ```
+
+`--diff` prints only what differs from the defaults, as `KEY=VALUE  # the default`; with a second
+file, experiment or run, what differs from that: `flowrl show mine.yaml runs/old --diff`.
+`--dry-run` does all that a start does before its first evaluation (it loads model, rewards and
+prompts, checks them, and tries the rewards on a few samples), says what would run, and leaves no
+run folder.
+
+`flowrl init` asks four questions (model, reward, prompts, memory of the card) and writes
+`run.yaml`, a config with comments: `flowrl train run.yaml` runs it. Answers can be options, and
+`--yes` takes defaults for the rest: `flowrl init mine.yaml --model sdxl --yes`.
 
 Prompts and rewards have defaults, `data=shapes reward=shapes`, with the embedded models alone. With
 any other model, by name, path or hub id, `train`, `show` and `budget` ask for both: nobody means to

@@ -1,10 +1,13 @@
 """Every command does its work and says where it is."""
 
 import json
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pytest
 import small
+import torch
 from PIL import Image
 
 from flowrl.config.load import load_config, read_config
@@ -152,6 +155,57 @@ def test_a_full_disk_at_the_end_is_a_failure_while_running(run, tmp_path, monkey
     assert result.stderr.splitlines()[-1] == "flowrl: [Errno 28] No space left on device"
 
 
+DIFFERENCES = {  # words -> lines of `show --diff` with them
+    "experiment=quickstart": ["batch.group=16  # 24", "reward.shapes.reading=strict"],
+    "": [],
+    "RUN": ["algorithm.steps=2  # null", "model.self_check=false  # true"],
+    "quickstart RUN": ["batch.group=16  # 2", "iterations=50  # 2"],
+    "RUN quickstart": ["batch.group=2  # 16", "# no reward.shapes.reading  # strict"],
+    "quickstart quickstart": [],
+    "quickstart iterations=3 quickstart": ["iterations=3  # 50"],
+}
+
+
+@pytest.mark.parametrize("words", DIFFERENCES)
+def test_show_diff_prints_what_differs(run, words):
+    shown = small.invoke("show", *words.replace("RUN", str(run[1])).split(), "--diff")
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert set(DIFFERENCES[words]) <= set(lines) and bool(lines) == bool(DIFFERENCES[words])
+    if words.startswith("experiment="):  # what is printed are words that give the same config
+        again = small.invoke("show", *(line.partition("  #")[0] for line in lines), "--diff")
+        assert again.stdout.splitlines() == lines
+
+
+def test_show_diff_refuses_what_it_cannot_compare_with():
+    for words in (["quickstart", "nothing"], ["quickstart", "quickstart", "quickstart"]):
+        shown = small.invoke("show", *words, "--diff")
+        assert shown.exit_code == 2 and len(shown.stderr.splitlines()) == 1
+
+
+def test_a_dry_run_says_what_would_run_tries_the_rewards_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    changes = {"guard__check_rewards": "true", "data__eval": "null"}
+    done = small.invoke("train", *small.words("a/b", **changes), "--dry-run")
+    assert done.exit_code == 0 and not [*tmp_path.iterdir()], done.output
+    assert "run        iterations 1 to 100, in a/b" in done.output
+    assert "trying the rewards on 4 samples" in done.stderr and "Next:" not in done.output
+    refused = small.invoke("train", *small.words("a/b", batch__prompts="100000"), "--dry-run")
+    assert refused.exit_code == 2 and not [*tmp_path.iterdir()]
+    assert "resume" not in refused.output.lower()
+
+
+def test_env_says_what_a_bug_report_needs_and_no_path(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    shown, read = small.invoke("env").stdout, json.loads(small.invoke("env", "--json", "-").stdout)
+    lines = dict(line.split(maxsplit=1) for line in shown.splitlines())
+    assert lines == read and torch.__version__.startswith(lines["torch"])
+    packages = {"python", "flowrl", "diffusers", "transformers", "peft", "accelerate"}
+    assert packages | {"platform", "cuda", "attention", "compiler", "extras"} <= lines.keys()
+    assert "native" in lines["attention"] and "server" in lines["extras"]
+    assert str(Path.home()) not in shown and "hf_secret" not in shown
+
+
 def test_show_prints_a_config_that_reads_back(tmp_path):
     result = small.invoke("show", "quickstart", "iterations=3")
     assert result.exit_code == 0
@@ -169,6 +223,9 @@ def test_list_names_every_choice():
     assert "flow_sde" in listed["samplers"]
     assert "shapes-sd3" in listed["models"]
     assert {"nft", "mix_grpo"} <= set(listed["algorithms"].split(", "))
+    assert json.loads(small.invoke("list", "--json", "-").stdout)["samplers"] == listed[
+        "samplers"
+    ].split(", ")
     assert small.invoke("list", "rewards").output == f"rewards: {listed['rewards']}\n"
 
 
@@ -178,18 +235,11 @@ def test_check_shows_a_model_and_tries_a_reward():
     assert "transformer(" in model.output and "out[" in model.output
     reward = small.invoke("check", "--reward", "jpeg")
     assert reward.exit_code == 0 and "minus kilobytes at JPEG quality 95" in reward.output
-    assert small.invoke("check", "--reward", "shapes").exit_code == 0
-
-
-def test_help_of_every_command_exits_with_0():
-    from flowrl.cli.main import app
-
-    for command in app.registered_commands:
-        name = command.name or command.callback.__name__
-        assert small.invoke(name, "--help").exit_code == 0
-    assert small.invoke("--help").exit_code == 0
-    shown = small.invoke("evaluate", "--help").output
-    assert "as the run did, with --suite 0" in " ".join(shown.split())
+    numbers = json.loads(small.invoke("check", "--reward", "shapes", "--json", "-").stdout)
+    assert numbers[0]["reward"] == "shapes" and "meta" in numbers[0]["needs"]
+    assert {"name", "verdict", "value", "says"} == numbers[0]["findings"][0].keys()
+    refused = small.invoke("check", "shapes-sd3", "--json", "-")
+    assert refused.exit_code == 2 and "--json are for a reward" in refused.stderr
 
 
 def test_generate_takes_the_pipelines_own_arguments(tmp_path):
@@ -212,3 +262,27 @@ def test_generate_takes_the_arguments_that_the_run_was_trained_with(tmp_path, ru
     assert Image.open(tmp_path / "b.png").size == (48, 64)
     assert small.invoke(*words, "--pipeline", "width=32").exit_code == 0
     assert Image.open(tmp_path / "b.png").size == (32, 64)
+
+
+def test_commands_that_train_prints_last_work_as_they_are_printed(run, tmp_path, monkeypatch):
+    output, folder = run
+    monkeypatch.chdir(tmp_path)
+    steps = output.rpartition("Next:\n")[2].splitlines()
+    commands = [shlex.split(line)[1:] for line in steps if line.startswith("  flowrl ")]
+    assert [words[0] for words in commands] == ["generate", "evaluate"]
+    generated, evaluated = (small.invoke(*words) for words in commands)
+    assert generated.exit_code == 0 and evaluated.exit_code == 0, evaluated.output
+    (path,) = generated.stdout.splitlines()
+    scoring = shlex.split(generated.stderr.splitlines()[-1])[1:]
+    assert scoring == ["score", path, "--prompt", "a red circle", "--reward", "clip"]
+    small.invoke(*commands[0], "--seed", 1, "-o", "b.png")
+    scored = small.invoke(*scoring[:-1], "jpeg", "b.png", "--json", "-", "-o", "best")
+    row, _ = json.loads(scored.stdout)
+    assert row["file"] == path and row["total"] == row["scores"]["jpeg"] < 0
+    train = shlex.split(scored.stderr.splitlines()[-1].replace("MODEL", "shapes-sd3"))[1:]
+    tiny = [f"output={tmp_path / 'next'}", "model.self_check=false", "batch.group=2", "--dry-run"]
+    tried = small.invoke(*train, "batch.prompts=1", *tiny)
+    assert tried.exit_code == 0, tried.output
+    lora = steps[-1].partition('("')[2].removesuffix('")')
+    assert steps[-1].startswith("  in diffusers: pipe.load_lora_weights(")
+    assert (Path(lora) / "pytorch_lora_weights.safetensors").exists()

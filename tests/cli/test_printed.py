@@ -69,7 +69,7 @@ def test_names_are_printed_as_they_are(printer, capsys, monkeypatch):
     printer()
     out, err = capsys.readouterr()
     assert SHOWN in out and "\x1b" not in out + err
-    assert (SHOWN in err) == (printer is print_score)
+    assert (SHOWN in err) == (printer in (print_score, print_train))  # how to go on
 
 
 def test_a_value_with_brackets_is_one_sentence_and_forges_none(capsys):

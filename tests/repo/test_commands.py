@@ -1,12 +1,15 @@
 """The commands of the documentation exist, take their options, and could start."""
 
 import re
+import shlex
 from types import SimpleNamespace
 
 import pytest
 import typer
+import yaml
 from pages import OURS, PAGES, ROOT, shell, started
 
+from flowrl.cli.common import HELP
 from flowrl.cli.main import app
 from flowrl.config import build, load
 from flowrl.config.facts import of_config
@@ -17,6 +20,8 @@ from flowrl.training.budget import roofline
 
 COMMANDS = [command for page, text in OURS.items() for command in shell(page, text)]
 FLOWRL = [command for page, text in OURS.items() for command in started(page, text)]
+for panels in yaml.safe_load(HELP.read_text(encoding="utf-8")).values():
+    FLOWRL += [("help.yaml", shlex.split(words), 1) for words in panels["Examples"]]
 
 
 def test_there_are_commands_of_each_kind():

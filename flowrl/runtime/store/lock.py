@@ -40,6 +40,7 @@ class Lock:
         """The folder must exist. doing: what this process does there, for the messages of others. A
         holder elsewhere -> Busy; a folder that cannot be written -> WriteError."""
         self.folder, self.doing = folder, doing
+        self.made: list[Path] = []  # folders that were made for this one, the innermost first
         self._new = False  # the lock's file did not exist before
         # filelock has one object for each path, and drops the lock when the object is gone
         self._file: FileLock | None = None
@@ -77,11 +78,15 @@ class Lock:
         self._file = None
 
     def withdraw(self) -> None:
-        """Release it, and leave no file that was not there before."""
+        """Release it, and leave no file and no folder that was not there before, unless something
+        else is in it now."""
         if self._file is not None and self._new:
             # before the release, while no other process can hold the lock
             (self.folder / FILE).unlink(missing_ok=True)
         self.release()
+        with suppress(OSError):
+            for place in self.made:
+                place.rmdir()
 
     def __enter__(self) -> Lock:
         return self
