@@ -115,6 +115,7 @@ def generate(
     output: Output = None,
 ) -> None:
     """Make images or videos."""
+    from flowrl.config.compose import is_embedded
     from flowrl.data import prompts as data_prompts
     from flowrl.data.media import MEDIA_SUFFIXES, check_output
     from flowrl.rewards import load_set, parse_words
@@ -147,7 +148,8 @@ def generate(
             saved = _save(made, output)
     if saved[0].suffix in MEDIA_SUFFIXES:
         first = asked[0] if isinstance(asked[0], str) else asked[0]["prompt"]
-        rewards = " ".join(f"--reward {word}" for word in reward or ["clip"])
+        usual = "clip.preset=shapes" if is_embedded(model) else "clip"
+        rewards = " ".join(f"--reward {word}" for word in reward or [usual])
         next_steps(f"flowrl score {quote(str(saved[0]))} --prompt {quote(first)} {rewards}")
 
 
