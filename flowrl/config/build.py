@@ -58,8 +58,9 @@ def precision(cfg: Config) -> str:
 def autocast(cfg: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes the context in which networks run at train.precision.
 
-    None over a bf16 network with LoRA, which computes in bf16 throughout (weights/masters.py):
-    autocast would widen its layer norms. Weights that are all trained are fp32, and need it.
+    A bf16 network with LoRA has no autocast: it computes in bf16 throughout (weights/masters.py),
+    and autocast would widen its layer norms. A network whose weights are all trained is fp32, and
+    needs autocast.
     """
     own = cfg.model.dtype == "bf16" and cfg.train.mode == "lora"
     if cfg.train.precision == "no" or own:
@@ -83,17 +84,17 @@ def make_policy(
 ) -> Policy:
     """Make the policy that a config trains, with fresh adapters or those of train.init_lora.
 
-    algorithm: one of this config, where it was made already. live: a policy or prompts that a
-    script handed over. split: see load_policy; where each forward brings all blocks from the host,
-    main alone checks the policy against its pipeline."""
+    algorithm: the algorithm of this config, if it was made already. live: a policy or prompts that
+    a script handed over. split: see load_policy; where each forward brings all blocks from the
+    host, main alone checks the policy against its pipeline."""
     live = live or Live()
     algorithm = algorithm or live.algorithm or make_algorithm(cfg)
-    of_config(cfg)  # refuses what its words refuse
+    of_config(cfg)  # raises ConfigError where a rule over its words refuses it
     own = [part for part in cfg.train.parts if part not in heads.KINDS]
     adapted = cfg.train.mode == "lora" and (own or cfg.train.init_lora)
     lora = cfg.train.lora.model_dump() if adapted else None
     with torch.random.fork_rng():
-        torch.manual_seed(cfg.seed)  # of the adapters' first values
+        torch.manual_seed(cfg.seed)  # seeds the first values of the adapters
         policy: Any = load_policy(
             cfg.model.source if live.policy is None else live.policy,
             lora=lora,
@@ -210,7 +211,8 @@ def load_run(
     run: Path, live: Live | None = None
 ) -> tuple[Config, Policy, RewardSet, data_prompts.Prompts]:
     """Load the config, the policy with the averaged weights of the newest checkpoint, rewards and
-    held-out prompts of a run. live: what a script hands over; of prompts, the held-out ones."""
+    held-out prompts of a run. live: objects that a script hands over; its prompts are the held-out
+    ones."""
     cfg, live = load.read_config(config_file(run)), live or Live()
     needed = ["policy", "rewards", *["prompts"] * registry.is_live(cfg.data.eval)]
     check_given(cfg, live, call="flowrl.evaluate_run", needed=needed)
@@ -227,11 +229,11 @@ def load_run(
 
 
 def newest_of(run: Path) -> Checkpoint:
-    """Load the newest checkpoint of a run. If it is damaged -> CheckpointError, as an older one
-    holds other weights."""
+    """Load the newest checkpoint of a run; raise CheckpointError if it is damaged, because an older
+    one holds other weights."""
     found = checkpoint.load_newest(run)
     for folder, what in found.damaged.items():
-        if folder.exists():  # else the run goes on and has removed it
+        if folder.exists():  # a folder that is gone was removed by the run, which still goes on
             raise CheckpointError(f"{what}; remove {folder} to take {found.folder.name} instead")
     return found
 
@@ -243,7 +245,8 @@ def load_tuned(cfg: Config, saved: Checkpoint, live: Live | None = None) -> Poli
     check_given(cfg, live, call="flowrl.evaluate_run", needed=("policy",))
     policy = make_policy(cfg, live=live)
     if cfg.train.mode == "full" and not policy.trainable.has("reference"):
-        policy.trainable.add_view("reference")  # with LoRA it is the adapters switched off
+        # with LoRA the reference is the network with its adapters switched off
+        policy.trainable.add_view("reference")
     if saved.meta["iteration"]:
         averages = {name: value for name, value in saved.group("ema").items() if name != "step"}
         policy.trainable.load("default", saved.group("policy") | averages)
@@ -264,8 +267,8 @@ def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Pol
 
 def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """Find LoRA weights and what load_policy takes for them, {"lora", "parts"}, in a run folder or
-    a folder that a run exported. (None, settings): load_policy loads them, of a file or folder of
-    any trainer, or the run trained heads alone (`heads_of`)."""
+    a folder that a run exported. Where the first is None, load_policy loads the LoRA itself (a
+    file or folder of any trainer), or the run trained heads alone (`heads_of`)."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
     settings = weights / LORA_SETTINGS
     if not folder.exists():
@@ -287,7 +290,7 @@ def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
 
 
 def heads_of(folder: Path) -> Path | None:
-    """Small networks that a run trained beside the model: their folder, if it exported any."""
+    """Folder of the small networks that a run trained beside the model, if it exported any."""
     heads = folder / "heads"
     return heads if heads.is_dir() else None
 

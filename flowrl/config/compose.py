@@ -25,15 +25,15 @@ from flowrl.runtime.text import printable
 from flowrl.runtime.typed_text import Kinds
 
 Tree = dict[str, Any]
-Options = dict[str, str | None]  # group -> chosen file of configs/; None: none of them
+Options = dict[str, str | None]  # group -> chosen file of configs/; None: no file is chosen
 LAYERS = ("model", "memory", "data", "reward", "algorithm")
 NAMED = ("data", "reward")  # have defaults for the embedded models alone
 GROUPS = (*LAYERS, "experiment")
-# the key by which a section of a file makes its own choice; any key of reward does
-SELF = "_self_"  # in lists of defaults: the file itself, which comes last anyway
+SELF = "_self_"  # stands for the file itself in its list of defaults; it comes last anyway
 TOO_DEEP = "the config nests too many lists and mappings, or a ${...} stands for itself"
+# group -> key by which a section of a file makes its own choice; None: any key does
 CHOOSES = {"model": "source", "data": "train", "reward": None, "algorithm": "name"}
-# where plugins beside the files of configs/ come from
+# group -> entry-point group through which installed packages add choices
 INSTALLED = {"model": "flowrl.models", "algorithm": "flowrl.algorithms"}
 
 
@@ -45,9 +45,9 @@ class ConfigError(ValueError):
 class File:
     """An experiment, a user's YAML file, or a mapping of a script's."""
 
-    tree: Tree = field(default_factory=dict)  # what it states, by section
+    tree: Tree = field(default_factory=dict)  # settings that it states, by section
     options: Options = field(default_factory=dict)  # the files of configs/ that it chooses
-    # GROUP -> what a mapping chooses beside its sections, as `GROUP=...` on the command line does
+    # group -> choice that a mapping makes beside its sections, as `GROUP=...` on the command line
     chosen: Tree = field(default_factory=dict)
 
 
@@ -74,7 +74,7 @@ def compose(
     kinds_of: Callable[[str, Any], Kinds],
 ) -> Tree:
     """Lay all layers over each other in one tree; problems of the command line are added to those
-    given. kinds_of: a key, and the tree as far as it is -> what the setting takes."""
+    given. kinds_of: (key, tree so far) -> types that the setting takes."""
     chosen_by = dict(pick for file in given for pick in file.chosen.items())
     line = read_command_line(overrides, problems, chosen_by)
     try:
@@ -96,14 +96,14 @@ def compose(
             line.own,
         )
         start_over(merged, line)
-        # what a setting takes may depend on the name of its reward
+        # names come first: what a setting takes may depend on the name of its reward
         for override in sorted(line.values, key=lambda o: not o.key.endswith(".name")):
             apply_override(merged, override, kinds_of(override.key, merged), problems)
         say(source, unnamed, merged)
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except RecursionError:
         raise ConfigError("\n".join([*problems, TOO_DEEP])) from None
-    except ConfigError as error:  # a file's, which names it
+    except ConfigError as error:  # an error about a file, whose name it says
         raise ConfigError("\n".join([*problems, str(error)])) from error
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError("\n".join([*problems, printable(error)])) from error
@@ -146,7 +146,7 @@ def read_command_line(
         except ValueError as error:
             problems.append(str(error))
             continue
-        # a group is chosen before any value is set, wherever its word stands
+        # groups are chosen before any value is set, wherever their words stand
         if override.key not in GROUPS:
             line.values.append(override)
         elif override.sign == "~":
@@ -180,7 +180,7 @@ def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> No
 
 def section_of(group: str, value: str) -> Tree:
     """Return the section of a choice that has no file in configs/: a reward's name, a hub id or
-    folder of a model, an entry point, "path/to/file.py:NAME"; {} of anything else."""
+    folder of a model, an entry point, "path/to/file.py:NAME"; {} for anything else."""
     here = registry.is_place(value)
     if group == "reward" and (here or value in registry.choices("flowrl.rewards")):
         label = registry.label_of(value)
@@ -190,7 +190,7 @@ def section_of(group: str, value: str) -> Tree:
         return {"source": value} if placed or value in installed(group) else {}
     if group == "algorithm" and (here or value in installed(group)):
         return {"name": value}
-    named = here or value.startswith("hf:")  # a file's function, or a dataset
+    named = here or value.startswith("hf:")  # a function in a file, or a dataset on the hub
     return {"train": value, "eval": None} if group == "data" and named else {}
 
 
@@ -229,8 +229,8 @@ def apply_override(tree: Any, override: Override, kinds: Kinds, problems: list[s
 
 
 def is_course(key: str) -> bool:
-    """Whether a key may hold numbers by iteration, {0: 1, 100: 0.2}, which replace those before as
-    a whole."""
+    """Whether a key may hold numbers by iteration, {0: 1, 100: 0.2}; such a mapping replaces an
+    earlier one as a whole."""
     match key.split("."):
         case ["reward", _, "weight"] | ["reward", _, "gate", _]:
             return True
@@ -286,12 +286,12 @@ def read_file(path: Path) -> File:
 
 
 def file_of(tree: Tree, where: Path | str) -> File:
-    """Make a layer of a tree. where: what an error names."""
+    """Make a layer of a tree. where: name of the layer in errors."""
     for group in LAYERS:
         check_section(where, group, tree.get(group))
     listed = [entry for entry in listed_defaults(where, tree) if entry != SELF]
     chosen = dict(option_of(where, entry) for entry in listed)
-    for group, key in CHOOSES.items():  # a section that chooses for itself builds on no option
+    for group, key in CHOOSES.items():  # a section with its own choice builds on no option file
         if group in tree and (key is None or key in (tree[group] or {})):
             chosen.setdefault(group, None)
     return File(tree, chosen)

@@ -25,16 +25,16 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
 
 
 def usual_device() -> str:
-    """The kind of device that a run will be on: that of accelerate's launcher."""
-    import torch  # here: words alone need none
+    """Kind of device on which a run will be, as accelerate's launcher sets it."""
+    import torch  # imported here, because rules over words alone need no torch
 
     on_cpu = is_on(os.environ, "ACCELERATE_USE_CPU")
     return "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
 
 
 def on_this_device(source: str | None) -> dict[str, Any]:
-    """The defaults that a model of a hub or a folder has where this run will be, above the schema's
-    and below all that is stated; {} of named models, and of those that code makes."""
+    """Defaults of a model from a hub or folder on this run's device, which override the schema's
+    and are overridden by all that is stated; {} for named models and for those that code makes."""
     if source is None or registry.is_place(source) or registry.is_live(source):
         return {}
     placed = "/" in source or Path(source).is_dir()

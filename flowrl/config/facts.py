@@ -1,4 +1,4 @@
-"""What is known of a run, and what the rules say of it.
+"""Facts that are known about a run, and the sentences that rules say about them.
 
 Words of the config are known first, and rules over words alone need no model and no torch. The
 algorithm ("method"), rewards, prompts, the policy and the plan follow as a run starts, and each
@@ -20,7 +20,7 @@ from flowrl.runtime.rule import Rule, as_word, conditions
 
 
 class Facts:
-    """Facts by dotted keys: words of a config, and objects that are learned. KeyError: not known.
+    """Facts by dotted keys: words of a config, and objects that become known. KeyError: not yet.
 
     words: the tree of a config in plain values. A fact of the tree is an entry of a mapping
     ("algorithm.credit"), one of an object an attribute ("plan.leaves"). options: the schema of the
@@ -39,14 +39,14 @@ class Facts:
             raise KeyError(key) from None
 
     def learn(self, **found: Any) -> None:
-        """Add facts by their first names; what the rules refuse now -> one ConfigError."""
+        """Add facts by their first names; raise one ConfigError with all that rules refuse now."""
         self.known |= found
         if refused := [sentence for _, sentence in self.said("refuse")]:
             raise ConfigError("\n".join(dict.fromkeys(refused)))
 
     def warnings(self) -> list[str]:
         """What the rules warn of, and which settings were set that nothing reads."""
-        unread: dict[str, list[str]] = {}  # why -> settings; one is named once
+        unread: dict[str, list[str]] = {}  # reason -> settings; each setting is named once
         for rule, why in self.said("unread"):
             seen = {setting for settings in unread.values() for setting in settings}
             new = [setting for setting in self.set_below(rule.reads[0]) if setting not in seen]

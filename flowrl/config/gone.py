@@ -1,4 +1,4 @@
-"""Settings that there were, and that a config.yaml of an earlier run may still name."""
+"""Settings that were removed, and that a config.yaml of an earlier run may still name."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """A setting that is gone; it changed no number of a run, so that runs go on without it."""
+    """A setting that was removed; it changed no number of a run, so that runs go on without it."""
 
-    default: Any  # what a config had where nobody set it
-    since: str  # the day from which on there is no such setting
-    instead: str  # what to do now, to end a sentence
+    default: Any  # value that a config had where nobody set it
+    since: str  # day on which the setting was removed
+    instead: str  # what to do now, as the end of a sentence
 
 
 GONE = {
@@ -25,8 +25,8 @@ GONE = {
 
 
 def without_gone(tree: Any) -> Any:
-    """A config without settings that are gone; ValueError where one had another value than its
-    default. What is no config is returned as it is."""
+    """Return a config without removed settings; raise ValueError where one had another value than
+    its default. A value that is no config is returned as it is."""
     if not isinstance(tree, dict):
         return tree
     out = dict(tree)

@@ -1,8 +1,8 @@
 """Settings that save memory: one list for `flowrl budget` (budget/fit.py) and for a run that is out
 of memory (out_of_memory.py), so that both name the same ones in the same order.
 
-A way to save memory is one record of CHANGES: the phases that it makes smaller, and the settings
-that it would have, from a config; None where it has nothing left to give.
+A way to save memory is one record of CHANGES: the phases that it makes smaller, and a function from
+a config to the settings that save memory, or to None where it can save no more.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from flowrl.rewards.core.reward_set import sizes
 from flowrl.runtime.registry import is_live
 from flowrl.runtime.rule import as_word
 
-Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
+Settings = dict[str, Any]  # name -> value, as {"batch.micro": 8}
 
-START, BETWEEN = "start-up", "between phases"  # where a run is, outside of its phases
+START, BETWEEN = "start-up", "between phases"  # names for the times outside a run's phases
 NETWORK = frozenset({"rollout", "evaluation", "reference", "update"})
-SCORING = frozenset({"decode", "reward", "advantages"})  # from the first decoding to the update
+# phases from the first decoding to the update
+SCORING = frozenset({"decode", "reward", "advantages"})
 ALL = NETWORK | SCORING | {"encode", "optimizer", BETWEEN}
-WHOLE_BATCH = 16  # samples from which on decoding more at once is hardly faster
+WHOLE_BATCH = 16  # samples; decoding more at once is hardly faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
     """Where memory is short."""
 
-    phase: str  # of a run or of a budget, as "update"
-    held: bool = False  # what stays in memory is too much, whatever the phase has on top
+    phase: str  # phase of a run or of a budget, as "update"
+    # whether the memory that stays is too much already, before the phase adds to it
+    held: bool = False
     gpus: int = 1  # processes of the run
-    state: int = 1  # network rows of one state: a forward cannot have fewer
-    cuda: bool = True  # it is the memory of a GPU, and not the host's
-    # a checkpoint has AdamW's moments in 32 bits, with which the 8-bit optimizer cannot go on
+    state: int = 1  # network rows of one state, the fewest that a forward can have
+    cuda: bool = True  # whether a GPU's memory is short, and not the host's
+    # whether a checkpoint holds AdamW's moments in 32 bits, which the 8-bit optimizer cannot take
     moments: bool = False
 
 
@@ -45,8 +47,8 @@ class Shortage:
 class Change:
     """A way to save memory."""
 
-    phases: frozenset[str]  # where it saves some
-    # the settings to have in place of the config's; None where it has nothing left to give
+    phases: frozenset[str]  # phases in which it saves memory
+    # (config, shortage) -> settings to change in the config; None where it can save no more
     settings: Callable[[Config, Shortage], Settings | None]
     stays: bool = False  # whether less stays in memory from phase to phase
     hosts: bool = False  # whether it moves something to host memory
@@ -59,7 +61,7 @@ def away(cfg: Config) -> frozenset[str]:
 
 
 def next_change(cfg: Config, short: Shortage, *, modelled: bool = False) -> Settings | None:
-    """The settings of the first change that helps. modelled: of those that a Planner knows."""
+    """Settings of the first change that helps. modelled: only changes that a Planner knows."""
     for change in CHANGES:
         if short.phase not in change.phases or (short.held and not change.stays):
             continue
@@ -82,7 +84,7 @@ def starts(cfg: Config) -> bool:
 
 
 def changed(cfg: Config, settings: Settings) -> Config:
-    """The config with other values of settings of its sections."""
+    """A copy of the config in which these settings have new values."""
     for name, value in settings.items():
         section, key = name.split(".")
         own = getattr(cfg, section).model_copy(update={key: value})
@@ -140,7 +142,7 @@ def _rewards(cfg: Config, short: Shortage) -> Settings | None:
         return None
     try:
         found = any(sizes(cfg.reward).values())
-    except Exception:  # of files that are missing: the sentence that is asked for matters more
+    except Exception:  # missing files: the caller's sentence about memory matters more
         return None
     return {"model.offload": "all"} if found else None
 
@@ -179,8 +181,9 @@ def _adamw8bit(cfg: Config, short: Shortage) -> Settings | None:
     return None if known else {"optimizer.name": "adamw8bit"}
 
 
-# What costs the least time first, for both. A Planner is made for one model.dtype, so that a search
-# by the budget passes over that one.
+# Changes that cost the least time come first, for the budget as for a run. A Planner is made for
+# one
+# model.dtype, so a search by the budget leaves out the change of it.
 CHANGES = (
     Change(phases=frozenset({"decode", "reward"}), settings=_decode),
     Change(phases=frozenset({"decode"}), settings=_switch("model.tiling", True)),
@@ -208,7 +211,7 @@ CHANGES = (
         hosts=True,
     ),
     Change(phases=ALL | {START}, settings=_shard, stays=True),
-    # a reference inside of an update is on top of what that keeps
+    # a reference call inside an update adds to the activations that the update keeps
     Change(phases=frozenset({"update", "reference"}), settings=_checkpointing),
     Change(phases=ALL | {START}, settings=_bf16, stays=True, modelled=False),
     Change(phases=ALL | {START}, settings=_quantize("int8"), stays=True),

@@ -35,14 +35,15 @@ ARGUMENTS = ("policy", "rewards", "algorithm", "prompts", "features")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """What was handed over, ready for use; None: what the config names."""
+    """Objects that were handed over, ready for use; None: the config names the object."""
 
     policy: Any = None  # a Policy or a diffusers pipeline
-    rewards: RewardSet | None = None  # with its networks, on the CPU
-    algorithm: Algorithm | None = None  # an instance, with its options
-    prompts: Prompts | None = None  # to train on, or in an evaluation the held-out ones
-    held_out: Prompts | None = None  # to evaluate on while a run trains
-    features: Callable[[Tensor], Any] | None = None  # media (n, ...) -> (n, d), to compare samples
+    rewards: RewardSet | None = None  # rewards with their networks, on the CPU
+    algorithm: Algorithm | None = None  # instance with its options
+    prompts: Prompts | None = None  # prompts to train on; in an evaluation, the held-out prompts
+    held_out: Prompts | None = None  # prompts to evaluate on while a run trains
+    # media (n, ...) -> features (n, d) by which samples are compared
+    features: Callable[[Tensor], Any] | None = None
 
 
 def with_live_objects(
@@ -54,7 +55,7 @@ def with_live_objects(
     prompts: Any = None,
     features: Any = None,
 ) -> tuple[Config, Live]:
-    """Put objects in the place of names, in a config or in what load_config makes one of.
+    """Put objects in the place of names, in a config or in an argument of load_config.
 
     policy: a diffusers pipeline or a Policy. rewards: as load_set takes them. algorithm: a subclass
     of Algorithm, or an instance. prompts: texts or records, or {"train": ..., "eval": ...}, where
@@ -98,7 +99,7 @@ def with_live_objects(
 def held_out_of(*, policy: Any = None, rewards: Any = None, prompts: Any = None) -> Live:
     """What a script hands over to evaluate a run; its prompts are the held-out ones."""
     if policy is not None:
-        live_name_of(policy)  # refuses what cannot be a policy
+        live_name_of(policy)  # raises ValueError for an object that cannot be a policy
     own = prompts.get("eval") if isinstance(prompts, Mapping) else prompts
     return Live(
         policy=policy,
@@ -189,7 +190,7 @@ def place_policy(tree: dict[str, Any], given: Any) -> None:
     name = live_name_of(given)
     model, train = tree.setdefault("model", {}), tree.setdefault("train", {})
     usual, before = composed()[0]["model"], model.get("source")
-    if before == usual["source"]:  # nobody chose it, nor its arguments
+    if before == usual["source"]:  # nobody chose this model or its arguments
         stated = model.get("pipeline", {})
         model["pipeline"] = {k: v for k, v in stated.items() if usual["pipeline"].get(k) != v}
         if dropped := sorted(stated.keys() - model["pipeline"].keys()):
@@ -203,7 +204,7 @@ def place_policy(tree: dict[str, Any], given: Any) -> None:
     networks, quantized = _networks(given), model.get("quantize", "none")
     kinds = {kind_of(network) for network in networks}
     kind = next((kind for kind in BACKENDS if kind in kinds), "none")
-    if isinstance(given, Policy):  # which is used as it is
+    if isinstance(given, Policy):  # a Policy is used as it is
         _check_loaded(model, kind)
         train["mode"] = "full" if given.trainable.lora is None else "lora"
         if given.trainable.lora is not None:
@@ -223,8 +224,8 @@ def _networks(given: Any) -> list[nn.Module]:
 
 
 def _check_loaded(model: Mapping[str, Any], kind: str) -> None:
-    """ValueError for settings that only loading reads, where a Policy, quantised as `kind`, is
-    loaded already."""
+    """Raise ValueError for settings that only loading reads, because a Policy, quantised as `kind`,
+    is loaded already."""
     if model.get("pipeline") or model.get("hints"):
         raise ValueError(
             "model.pipeline and model.hints are read when a pipeline is loaded, and the policy"
@@ -246,7 +247,7 @@ def _refuse_both(stated: str, given: Any) -> NoReturn:
 
 
 def live_name_of(given: Any) -> str:
-    """The name of a policy or pipeline in the config; ValueError where it cannot be a policy."""
+    """Name of a policy or pipeline in the config; raises ValueError if it cannot be a policy."""
     if isinstance(given, Policy):
         networks = [getattr(given, "pipe", None), *given.modules.values(), given]
         return registry.live_name(next(one for one in networks if one is not None))
@@ -296,7 +297,8 @@ def named(cfg: Config) -> dict[str, str]:
 def check_given(
     cfg: Config, live: Live, *, call: str = "flowrl.train", needed: Sequence[str] = ARGUMENTS
 ) -> None:
-    """ValueError that asks for live objects that a config says it had and that were not passed."""
+    """Raise ValueError that asks for live objects which a config names and which were not
+    passed."""
     found = named(cfg)
     missing = [a for a in needed if a in found and getattr(live, a) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""Reading a config: composed, validated, and every problem found said in a sentence."""
+"""A config is read: composed, validated, and every problem found becomes a sentence."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_config(name: Given = None, overrides: Sequence[str] = (), **values: Any
     overrides: `group=option` or `key.sub=value`, as on the command line.
     values: sections and keys as a mapping has them, laid over it: iterations=2,
     batch={"prompts": 4}, model="sd1.5". A key of a mapping may be dotted, {"batch.prompts": 4}.
-    Every problem found -> one ConfigError.
+    One ConfigError says every problem found.
     """
     tree, problems = composed(name, overrides, **values)
     return validated(tree, problems)
@@ -131,8 +131,8 @@ def read_config(path: str | Path) -> Config:
 
 
 def dump(cfg: Config, encoding: str = "utf-8") -> str:
-    """Write the resolved config as YAML, in the order of the schema, control characters as escapes,
-    and so what the encoding does not have; `read_config` gives an equal Config."""
+    """Write the resolved config as YAML, in the order of the schema; control characters, and
+    characters that the encoding lacks, become escapes. `read_config` gives an equal Config."""
     written = partial(yaml.dump, cfg.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
     text = written(allow_unicode=True)
     return text if text == visible(text, encoding) else written()
@@ -140,7 +140,7 @@ def dump(cfg: Config, encoding: str = "utf-8") -> str:
 
 class _Dumper(yaml.SafeDumper):
     """A dumper that quotes the texts that OmegaConf would read as numbers and YAML 1.1 would not,
-    as 1e-4."""
+    such as 1e-4."""
 
 
 _Dumper.add_implicit_resolver(

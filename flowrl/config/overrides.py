@@ -26,10 +26,11 @@ class Override:
     text: str  # the whole word
     sign: str  # "", "+", "++" or "~"
     key: str  # dotted, as "batch.group"
-    raw: str | None  # the value as it was given; None of "~key"
+    raw: str | None  # value as it was given; None for "~key"
 
     def value(self, kinds: Kinds = TEXT) -> Any:
-        """For a setting of these kinds; not in the grammar -> ValueError that says why."""
+        """The value for a setting of these kinds; ValueError says why the grammar has no such
+        one."""
         if self.raw is None:
             return None
         try:
@@ -50,7 +51,7 @@ def as_loop(key: str, values: Sequence[Any]) -> str:
 
 
 def parse_override(text: str) -> Override:
-    """One word of the command line. Of another form -> ValueError.
+    """Parse one word of the command line; raise ValueError where it has another form.
 
     >>> parse_override("+model.pipeline.sizes=[64, '1:2']").key
     'model.pipeline.sizes'

@@ -1,4 +1,4 @@
-"""What goes together: settings that a start refuses, warns of, or does not read beside others.
+"""Rules on settings that a start refuses, warns of, or does not read beside others.
 
 These rules read words alone, and import no torch; those of run_rules.py read what the words name,
 too. Options of an algorithm have rules of their own (flowrl/runtime/rule.py says how they are
@@ -24,7 +24,7 @@ HOW = (f"{HELP}guidance", f"{HELP}steps", f"{HELP}column")
 
 def climbs(rewards: Mapping[str, Mapping[str, Any]], needs: frozenset[str]) -> bool:
     """Whether a gradient passes through rewards and the decoder: the method climbs a reward, or one
-    is climbed beside it. needs: of the method."""
+    is climbed beside it. needs: Algorithm.needs of the method."""
     return "reward" in needs or any(entry.get("mode") == "grad" for entry in rewards.values())
 
 
@@ -46,7 +46,7 @@ def _unknown_model(source: str) -> str:
 
 
 RULES = (
-    # how weights are held, and what is trained
+    # rules on weights, and on which of them are trained
     Rule(
         ("train.init_lora", "train.mode"),
         "{0} loads adapters, and {1} trains none; leave one of the two out",
@@ -131,7 +131,7 @@ RULES = (
         "{0} and {1}: moments are split as the weights are, and those of {2} are not; use"
         " optimizer.name=adamw",
     ),
-    # what is sampled and kept
+    # rules on samples, and on which of them are kept
     Rule(
         ("data.sampler.mode", "data.offline"),
         "{0} learns from new samples, and data.offline has none; leave it out",
@@ -164,7 +164,7 @@ RULES = (
             not offline and not any(entry.get("weight", 1) for entry in rewards.values())
         ),
     ),
-    # what is watched
+    # rules on watching the reward
     Rule(
         ("stop.watch", "watch.held_out"),
         "{0} needs a held-out reward; add one that is only measured, as reward.clip.weight=0, and"
@@ -195,7 +195,7 @@ RULES = (
         when=lambda every, decay, iterations, updates: decay and every > iterations * updates,
         kind="warn",
     ),
-    # what nothing reads
+    # settings that nothing reads
     Rule(
         ("gradient", "reward"),
         "read only with a reward of mode=grad; write reward.NAME.mode=grad",

@@ -1,5 +1,5 @@
-"""What goes together of the words of a config and the things that they name: the algorithm,
-rewards, prompts, the policy and the plan of a run. See rules.py; each rule waits for what it reads.
+"""Rules on the words of a config beside the things that they name: the algorithm, rewards, prompts,
+the policy and the plan of a run. See rules.py; each rule waits for what it reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flowrl.config.training import USES
 from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
 
-LARGE = 1000  # megabytes of kept samples that are worth a word
+LARGE = 1000  # MB of kept samples beyond which a start warns
 DISTILLED = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd")
 
 
@@ -43,7 +43,8 @@ def _nearest(value: int, unit: int) -> str:
 
 def _parts(parts: list[str], name: str, wanted: Mapping[str, Any], network: bool) -> str:
     """wanted: heads that the method trains; network: whether it trains the network too."""
-    from flowrl.policy.weights.heads import KINDS  # a method is there, and torch with it
+    # imported here: the method, which is known by now, has imported torch
+    from flowrl.policy.weights.heads import KINDS
 
     own = [part for part in parts if part not in KINDS]
     full = [*(own or ["denoiser"]) * network, *wanted]
@@ -123,7 +124,8 @@ def _held_out(label: str | None, rules: Mapping[str, Any]) -> str:
 
 
 def _climbed(rewards: Any, needs: frozenset[str], name: str, offline: str | None) -> str:
-    """rewards: the RewardSet. Where mode=grad leaves nothing to do, or no gradient comes back."""
+    """Say why mode=grad leaves nothing to do, or that no gradient comes back. rewards:
+    RewardSet."""
     from flowrl.rewards.core.climb import without_gradient
 
     climbers = ", ".join(sorted(rewards.climbers))
@@ -146,7 +148,7 @@ def _climbed(rewards: Any, needs: frozenset[str], name: str, offline: str | None
             f"every reward with a weight has mode=grad ({climbers}), which leaves none to compare"
             " samples by; use algorithm=draft without mode, or give another reward a weight"
         )
-    # a gradient is taken of each sample by itself, so that what is climbed may read no other
+    # each sample has a gradient of its own, so a climbed reward must not read other samples
     climbed = rewards.climbed()
     together = [k for k, r in climbed.rewards.items() if "group" in r.needs]
     if (flat := without_gradient(climbed)) or not together:
@@ -272,7 +274,7 @@ RULES = (
         " team do not share; leave one of the two out",
         when=lambda members, heads: members > 1 and heads,
     ),
-    # rewards
+    # rules on rewards
     Rule(
         ("draw.mode", "rewards.needs"),
         "draw.mode=balance compares rewards of several draws, and a reward that compares a group"
@@ -292,7 +294,7 @@ RULES = (
         when=lambda label, weighted, _: label in weighted,
     ),
     Rule(("watch.held_out", "rewards.rules"), _held_out),
-    # media from files
+    # rules on media from files
     Rule(
         ("watch.held_out", "watch.detectors", "files"),
         "watch reads the samples of the policy, and this run trains on media from files"
@@ -315,7 +317,7 @@ RULES = (
         when=lambda dataset, prompts: dataset and dataset.singles,
         kind="warn",
     ),
-    # the policy and the plan
+    # rules on the policy and the plan
     Rule(("model.source", "method.needs", "policy"), _distilled, kind="warn"),
     Rule(
         ("replay.size", "batch.prompts", "batch.group", "policy.latent_shape"),

@@ -1,4 +1,4 @@
-"""Settings of what is sampled: the model, the prompts, rollouts and evaluations."""
+"""Settings of sampling: the model, the prompts, rollouts and evaluations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class ModelConfig(Section):
     source: Place = Field(
         "shapes-sd3",
         description=(
-            "An embedded model, a folder in diffusers layout, a hub id, or path/to/file.py:FACTORY."
+            "Model to train: an embedded model, a folder in diffusers layout, a hub id, or"
+            " path/to/file.py:FACTORY."
         ),
     )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
@@ -30,15 +31,15 @@ class ModelConfig(Section):
     quantize: Literal["none", "int8", "nf4"] = Field(
         "none",
         description=(
-            "Frozen weights of the denoiser's blocks in 8 bits (int8, by torchao) or 4 (nf4, by"
-            " bitsandbytes); LoRA on top stays fp32. Needs the extra quantize."
+            "Keep the frozen weights of the denoiser's blocks in 8 bits (int8, by torchao) or 4"
+            " (nf4, by bitsandbytes); LoRA on top stays fp32. Needs the extra quantize."
         ),
     )
     tiling: bool = Field(
         False,
         description=(
-            "Decode a tile at a time, for large pictures and videos; batch.decode is how many"
-            " samples."
+            "Decode one tile at a time, for large pictures and videos; batch.decode says how many"
+            " samples at once."
         ),
     )
     encoders: Literal["stay", "leave"] = Field(
@@ -51,25 +52,28 @@ class ModelConfig(Section):
     prompt_cache: Place | None = Field(
         None,
         description=(
-            "Folder that keeps what text encoders answer, for runs to come and processes beside;"
-            " none: each run encodes its prompts."
+            "Folder that keeps the outputs of text encoders, for later runs and for other"
+            " processes; none: each run encodes its prompts."
         ),
     )
     prompt_cache_gb: Annotated[PositiveFloat, read_with("model.prompt_cache")] = Field(
-        20.0, description="Most that it holds; what was used longest ago goes first."
+        20.0,
+        description=(
+            "Largest size of the prompt cache, in GB; what was used longest ago is removed first."
+        ),
     )
     offload: Literal["none", "denoiser", "all"] = Field(
         "none",
         description=(
-            "denoiser: its frozen weights wait in host memory while samples are decoded and scored,"
-            " and while a text encoder is there that leaves. all: and so do the networks of rewards"
-            " while none is scored."
+            "Which networks wait in host memory. denoiser: its frozen weights, while samples are"
+            " decoded and scored, and while a text encoder that leaves (model.encoders) is on the"
+            " device. all: also the networks of rewards, while nothing is scored."
         ),
     )
     self_check: bool = Field(
         True,
         description=(
-            "Compare the replayed network with the pipeline itself before training: three short"
+            "Compare the replayed network with the pipeline itself before training, in three short"
             " runs."
         ),
     )
@@ -113,13 +117,13 @@ class HelpConfig(Section):
     column: Annotated[str | None, HELPING] = Field(
         None,
         description=(
-            "Column of the prompts with a text to sample helped ones with, where it has one; none:"
-            " their own."
+            "Column of the prompts whose text, where there is one, replaces the prompt of helped"
+            " samples; none: they keep their prompt."
         ),
     )
     decay: Annotated[float, Field(ge=0, le=1), HELPING] = Field(
         0.5,
-        description="A visit is helped with this probability to the power of those that succeeded.",
+        description="Chance of help: decay ** (visits of this prompt that succeeded so far).",
     )
 
 
@@ -127,16 +131,20 @@ class ChoiceConfig(Section):
     mode: Literal["uniform", "bayes", "bandit"] = Field(
         "uniform",
         description=(
-            "Which prompts an iteration sees: shuffled epochs; those whose success is nearest a"
-            " target, by a draw from what is believed of each; or of the tags that taught most."
+            "Which prompts an iteration sees: shuffled epochs (uniform); prompts whose chance of"
+            " success, drawn from its posterior, is nearest a target (bayes); or prompts of the"
+            " tags with the largest gain (bandit)."
         ),
     )
     target: Annotated[float, Field(gt=0, lt=1), read_when("data.sampler.mode", "bayes")] = Field(
-        0.5, description="Success that is looked for."
+        0.5, description="Chance of success that is sought."
     )
     success: Annotated[float | None, COUNTING] = Field(
         None,
-        description="Reward from which a sample is a success; none: rewards are shares, 0 to 1.",
+        description=(
+            "Reward from which on a sample is a success; none: rewards lie in 0 to 1 and are"
+            " shares of success."
+        ),
     )
     forgetting: Annotated[float, Field(ge=0, le=1), read_when("data.sampler.mode", "bayes")] = (
         Field(0.7, description="Share of a prompt's counts that is kept when it is seen again.")
@@ -145,12 +153,12 @@ class ChoiceConfig(Section):
         "tag", description="Column of the prompts whose values are the arms."
     )
     rate: Annotated[float, Field(gt=0, le=1), read_when("data.sampler.mode", "bandit")] = Field(
-        0.5, description="How far the value of an arm goes towards its newest gain."
+        0.5, description="Share of the way that the value of an arm moves towards its newest gain."
     )
     temperature: Annotated[PositiveFloat, read_when("data.sampler.mode", "bandit")] = Field(
         0.2, description="Arms are drawn by a softmax of their value over this."
     )
-    help: HelpConfig = Field(HelpConfig(), description="For prompts that never succeeded.")
+    help: HelpConfig = Field(HelpConfig(), description="Help for prompts that never succeeded.")
 
 
 class DataConfig(Section):
@@ -162,7 +170,8 @@ class DataConfig(Section):
         ),
     )
     eval: Place | None = Field(
-        "shapes:eval", description="Held-out prompts, as train; none: no evaluation."
+        "shapes:eval",
+        description="Held-out prompts, given as those of data.train; none: no evaluation.",
     )
     offline: Place | None = Field(
         None,
@@ -174,8 +183,8 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(
         {},
         description=(
-            "Of a table: {prompt: caption, image: before} takes these two columns alone, under"
-            " these names; empty: all columns as they are."
+            "Columns to take from a table: {prompt: caption, image: before} takes these two alone,"
+            " under these names; empty: all columns as they are."
         ),
     )
 
@@ -213,20 +222,24 @@ class SamplerConfig(Section):
     rlg: NonNegativeFloat = Field(
         1.0,
         description=(
-            "Weight of Reinforcement Learning Guidance in rollouts, of methods on finished samples:"
-            " 0 the base model, 1 the trained one, above 1 beyond it; twice the calls."
+            "Weight of Reinforcement Learning Guidance in rollouts, for methods on finished"
+            " samples: 0 is the base model, 1 the trained one, above 1 goes beyond it; other"
+            " weights take twice the network calls."
         ),
     )
 
 
 class BatchConfig(Section):
     prompts: PositiveInt = Field(
-        8, description="Prompts an iteration, over all processes; divides by processes x updates."
+        8,
+        description=(
+            "Prompts of an iteration, over all processes; divisible by processes x updates."
+        ),
     )
     group: PositiveInt = Field(
-        16, description="Samples a prompt, at least 2; a multiple of the plan's leaves."
+        16, description="Samples of each prompt, at least 2; a multiple of the plan's leaves."
     )
-    updates: PositiveInt = Field(1, description="Optimizer steps an iteration.")
+    updates: PositiveInt = Field(1, description="Optimizer steps of an iteration.")
     micro: PositiveInt = Field(
         64,
         description=(
@@ -244,8 +257,8 @@ class BatchConfig(Section):
     overlap: NonNegativeInt = Field(
         0,
         description=(
-            "Prompts sampled at a time, while the rewards of those before are computed in a thread;"
-            " 0: all, then their rewards."
+            "Prompts that are sampled at a time, while a thread computes the rewards of those"
+            " before; 0: all are sampled, then scored."
         ),
     )
 
@@ -254,19 +267,19 @@ class DrawConfig(Section):
     mode: Literal["once", "refill", "balance"] = Field(
         "once",
         description=(
-            "Sample each group once; add fresh prompts for groups whose rewards are equal (dynamic"
-            " sampling); or sample a prompt again until half a group is good and half is not"
-            " (Reinforce-Ada)."
+            "How groups are drawn: each once (once); with fresh prompts added for groups whose"
+            " rewards are equal (refill, dynamic sampling); or each prompt again until half a group"
+            " is good and half is not (balance, Reinforce-Ada)."
         ),
     )
     rounds: Annotated[PositiveInt, read_when("draw.mode", "refill", "balance")] = Field(
-        3, description="Most further rounds."
+        3, description="Most further rounds of sampling in an iteration."
     )
     spread: Annotated[NonNegativeFloat, read_when("draw.mode", "refill")] = Field(
-        1e-6, description="Standard deviation of a group's rewards up to which they are equal."
+        1e-6, description="Standard deviation of a group's rewards up to which they count as equal."
     )
     positive: Annotated[float | None, read_when("draw.mode", "balance")] = Field(
-        None, description="A good sample's reward exceeds this; none: the first round's median."
+        None, description="Reward that a good sample exceeds; none: the first round's median."
     )
 
 
@@ -281,19 +294,25 @@ class EvalConfig(Section):
     solver: Literal["euler", "dpm2"] = Field(
         "euler", description="ODE solver of an evaluation sample."
     )
-    guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
+    guidance: Guidance = Field(
+        "none", description="Guidance of the evaluations before and after training."
+    )
     rlg: NonNegativeFloat = Field(
         1.0,
         description=(
-            "Weight of Reinforcement Learning Guidance in evaluations: 0 the base model, 1 the"
-            " trained one, above 1 beyond it; twice the calls."
+            "Weight of Reinforcement Learning Guidance in evaluations: 0 is the base model, 1 the"
+            " trained one, above 1 goes beyond it; other weights take twice the network calls."
         ),
     )
     baseline_guidance: PositiveFloat | None = Field(
-        None, description="Adds the row 'before, guided': untrained, at this guidance."
+        None,
+        description=(
+            "Guidance of the untrained model in the additional row 'before, guided'; none: no such"
+            " row."
+        ),
     )
     images: PositiveInt = Field(
-        512, description="Samples an evaluation, spread evenly over the held-out prompts."
+        512, description="Samples of an evaluation, spread evenly over the held-out prompts."
     )
     at_start: bool = Field(
         True, description="Evaluate before the first iteration, so that the report can compare."

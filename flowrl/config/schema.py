@@ -1,4 +1,4 @@
-"""What a run is made of: the pydantic schema holds every default once, in the sections of
+"""The settings of a run: the pydantic schema holds every default once, in the sections of
 sampling.py and training.py; flowrl/config/compose.py puts files and overrides on top of it.
 
 `load_config` returns a validated, frozen Config or raises ConfigError with every problem found, one
@@ -62,19 +62,26 @@ class Config(Section):
         ),
     )
     reward: dict[str, dict[str, Any]] = Field(
-        {}, validate_default=True, description="Name -> weight, or name -> {weight, settings}."
+        {},
+        validate_default=True,
+        description="Rewards: name -> weight, or name -> {weight, settings}.",
     )
     data: DataConfig = Field(DataConfig(), description="Prompts.")
     sampler: SamplerConfig = Field(SamplerConfig(), description="How rollouts are sampled.")
-    batch: BatchConfig = Field(BatchConfig(), description="How many of everything.")
+    batch: BatchConfig = Field(
+        BatchConfig(), description="How many prompts and samples, and how many rows at once."
+    )
     draw: DrawConfig = Field(DrawConfig(), description="How often prompts are sampled.")
     diversity: DiversityConfig = Field(
-        DiversityConfig(), description="What a sample's likeness to its group changes."
+        DiversityConfig(),
+        description="How likeness to its group changes a sample's reward or advantage.",
     )
     train: TrainConfig = Field(
         TrainConfig(), description="What is trained, and in which precision."
     )
-    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW.")
+    optimizer: OptimizerConfig = Field(
+        OptimizerConfig(), description="Settings of the optimizer, AdamW."
+    )
     gradient: GradientConfig = Field(
         GradientConfig(), description="Rewards with mode=grad, climbed beside the method's loss."
     )
@@ -84,9 +91,11 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save.")
     stop: StopConfig = Field(StopConfig(), description="When to stop before the last iteration.")
     watch: WatchConfig = Field(
-        WatchConfig(), description="Whether the trained reward is being hacked."
+        WatchConfig(), description="Signs that the trained reward is being hacked."
     )
-    guard: GuardConfig = Field(GuardConfig(), description="When to give up.")
+    guard: GuardConfig = Field(
+        GuardConfig(), description="When a run warns of trouble, and when it gives up."
+    )
     iterations: PositiveInt = Field(
         100, description="Iterations: a rollout, its rewards, its updates."
     )
@@ -164,13 +173,13 @@ def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
 
 
 def algorithm_schema(name: str) -> type[BaseModel]:
-    """Return the schema of an algorithm's options; one that takes any for a live algorithm, which
-    is not at hand."""
+    """Return the schema of an algorithm's options; for a live algorithm, which is not at hand, a
+    schema that takes any options."""
     if registry.is_live(name):
         return LiveOptions
     found = registry.declared("flowrl.algorithms", name, "ALGORITHM", "Config", what="algorithm")
     if found is None:
-        from flowrl.algorithms.common.find import algorithm_class  # which imports torch
+        from flowrl.algorithms.common.find import algorithm_class  # imported here: it imports torch
 
         found = algorithm_class(name).Config
     return found  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What can be set, read from a file: no plugin is imported for it, and no torch.
+"""The settings that there are, read from a file: no plugin is imported for it, and no torch.
 
 schemas.json holds the settings of the config's sections ("config"), of each algorithm and of each
 reward that flowrl ships, as their classes declare them; scripts/docs/config_reference.py writes it,
@@ -18,6 +18,6 @@ FILE = Path(__file__).with_name("schemas.json")
 
 @cache
 def settings(owner: str) -> dict[str, dict[str, Any]] | None:
-    """Key -> {"default", "accepts", "kinds", "says"} of "config", "algorithms.NAME" or
-    "rewards.NAME"; None: nothing that flowrl ships is called so."""
+    """Key -> {"default", "accepts", "kinds", "says"} for "config", "algorithms.NAME" or
+    "rewards.NAME"; None: flowrl ships nothing of this name."""
     return json.loads(FILE.read_text(encoding="utf-8")).get(owner)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from flowrl.runtime.filled import Filled
 from flowrl.runtime.paths import expanded
 
 Guidance = float | Literal["none", "pipeline"]
-Place = Annotated[str, AfterValidator(expanded)]  # of a file or folder
+Place = Annotated[str, AfterValidator(expanded)]  # path of a file or folder
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 

@@ -22,23 +22,24 @@ from flowrl.runtime.rule import read_above, read_when, read_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sigma = Annotated[float, Field(gt=0, le=1)]
-USES = ("redundancy", "entropy", "novelty")  # of diversity: what a value other than 0 turns on
+# settings of section diversity that a value other than 0 turns on
+USES = ("redundancy", "entropy", "novelty")
 
 
 class DiversityConfig(Section):
     features: Place | None = Field(
         None,
         description=(
-            "What tells how alike the samples of a prompt are: clip, dino, shapes (the tiny CLIP of"
-            " the embedded world), or path/to/file.py:NAME, a function media (n, ...) -> (n, d);"
-            " none: nothing does."
+            "Features by which the samples of a prompt are compared: clip, dino, shapes (the tiny"
+            " CLIP of the embedded world), or path/to/file.py:NAME, a function media (n, ...) ->"
+            " (n, d); none: they are not compared."
         ),
     )
     weights: Annotated[Place | None, read_when("diversity.features", "clip", "dino")] = Field(
         None,
         description=(
-            "Folder or hub id of its network; none: openai/clip-vit-large-patch14,"
-            " facebook/dinov2-base."
+            "Folder or hub id of the network of these features; none:"
+            " openai/clip-vit-large-patch14 or facebook/dinov2-base."
         ),
     )
     redundancy: NonNegativeFloat = Field(
@@ -51,15 +52,15 @@ class DiversityConfig(Section):
     above: Annotated[Literal["lowest", "zero"], read_above("diversity.redundancy", 0)] = Field(
         "lowest",
         description=(
-            "What is discounted of a reward: what it has above the group's lowest, or above 0 (the"
-            " paper's, for rewards that are never negative)."
+            "Which part of a reward is discounted: its part above the group's lowest reward, or"
+            " above 0 (as in the paper, for rewards that are never negative)."
         ),
     )
     temperature: Annotated[PositiveFloat | None, read_above("diversity.redundancy", 0)] = Field(
         None,
         description=(
-            "Similarity is exp((cosine - 1) / this), lower: only near copies count; none: the"
-            " cosine, at least 0."
+            "Similarity is exp((cosine - 1) / this): at a low value only near copies count; none:"
+            " similarity is the cosine, at least 0."
         ),
     )
     entropy: float = Field(
@@ -75,7 +76,7 @@ class DiversityConfig(Section):
         0.9,
         gt=-1,
         le=1,
-        description="Cosine from which two samples are of one cluster, for the entropy.",
+        description="Cosine from which on two samples belong to one cluster, for the entropy.",
     )
     novelty: NonNegativeFloat = Field(
         0.0,
@@ -118,7 +119,8 @@ class LoraConfig(Section):
         ),
     )
     init: Literal["gaussian", "kaiming"] = Field(
-        "gaussian", description="Distribution of A; B starts at 0: training starts at the base."
+        "gaussian",
+        description="Distribution of A; B starts at 0, so that training starts at the base model.",
     )
 
 
@@ -127,9 +129,9 @@ class TrainConfig(Section):
         ["denoiser"],
         min_length=1,
         description=(
-            "What is trained: the denoiser, the text encoders (whose prompts are then encoded with"
-            " a gradient), or both; and small networks of a method's own for the noise of its steps"
-            " (reinflow) or the initial noise (dsrl)."
+            "Which networks are trained: the denoiser, the text encoders (whose prompts are then"
+            " encoded with a gradient), or both; and small networks of a method's own for the noise"
+            " of its steps (reinflow) or the initial noise (dsrl)."
         ),
     )
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
@@ -147,8 +149,8 @@ class TrainConfig(Section):
     gradient_checkpointing: StrictBool | Annotated[float, Field(gt=0, lt=1)] = Field(
         False,
         description=(
-            "Recompute activations in the backward: less memory, a quarter more time. A number"
-            " below 1: of this share of the network's blocks."
+            "Recompute activations in the backward pass, for less memory and a quarter more time."
+            " A number below 1: only in this share of the network's blocks."
         ),
     )
     attention: str | None = Field(
@@ -168,17 +170,17 @@ class TrainConfig(Section):
     shard: list[Literal["denoiser"]] = Field(
         [],
         description=(
-            "What is split over the processes, so that each keeps a share of its weights and, with"
-            " train.mode=full, of their gradients, moments and copies: [denoiser]; none: every"
-            " process keeps all of them."
+            "Which networks are split over the processes, so that each keeps a share of their"
+            " weights and, with train.mode=full, of their gradients, moments and copies:"
+            " [denoiser]; none: every process keeps all of them."
         ),
     )
     sequence_parallel: PositiveInt = Field(
         1,
         description=(
-            "Processes that share each call of the network, a part of its tokens each; prompts are"
-            " dealt to teams of so many. For transformers with a context-parallel plan in"
-            " diffusers."
+            "How many processes share each call of the network, each with a part of its tokens;"
+            " prompts are dealt to teams of this size. For transformers with a context-parallel"
+            " plan in diffusers."
         ),
     )
 
@@ -187,8 +189,8 @@ class OptimizerConfig(Section):
     name: Literal["adamw", "adamw8bit"] = Field(
         "adamw",
         description=(
-            "adamw8bit: moments of matrices of 4096 values or more in 8 bits (bitsandbytes), a"
-            " quarter of their memory. Needs the extra quantize."
+            "The optimizer; adamw8bit keeps the moments of matrices of 4096 values or more in 8"
+            " bits (bitsandbytes), a quarter of their memory. Needs the extra quantize."
         ),
     )
     lr: PositiveFloat = Field(3e-4, description="Peak learning rate of AdamW.")
@@ -196,11 +198,12 @@ class OptimizerConfig(Section):
         0, description="Optimizer steps over which the rate rises linearly from 0."
     )
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Course after warm-up; cosine and linear end at 0."
+        "constant",
+        description="Course of the learning rate after warm-up; cosine and linear end at 0.",
     )
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Decay of the moments.")
     weight_decay: NonNegativeFloat = Field(1e-4, description="Decoupled weight decay.")
-    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment.")
+    eps: PositiveFloat = Field(1e-8, description="Number added to the root of the second moment.")
     max_grad_norm: PositiveFloat = Field(
         1.0, description="Gradients are scaled down to this global norm."
     )
@@ -215,7 +218,7 @@ class ReplayConfig(Section):
         ),
     )
     share: Annotated[PositiveFloat, read_above("replay.size", 0)] = Field(
-        1.0, description="Old groups trained in an iteration, as a share of batch.prompts."
+        1.0, description="How many old groups an iteration trains, as a share of batch.prompts."
     )
     taper: Annotated[float, Field(ge=0, le=1), read_above("replay.size", 0)] = Field(
         0.7, description="A sample that is k iterations old weighs this to the power of k."
@@ -230,15 +233,18 @@ class GradientConfig(Section):
             " for v to matter, and little enough for an estimate that looks like a sample."
         ),
     )
-    copies: PositiveInt = Field(1, description="Times that a sample is noised again.")
+    copies: PositiveInt = Field(1, description="How many times a sample is noised again.")
     samples: PositiveInt | None = Field(
-        None, description="Samples of each group that are noised, drawn anew; none: all."
+        None,
+        description=(
+            "How many samples of each group are noised, drawn anew in each iteration; none: all."
+        ),
     )
     scale: PositiveFloat = Field(
-        1.0, description="The weighted sum of these rewards is multiplied by it in the loss."
+        1.0, description="Factor of the weighted sum of these rewards in the loss."
     )
     rescale: bool = Field(
-        True, description="Divide the gradient of an estimate by its sigma, which values keep."
+        True, description="Divide the gradient of an estimate by its sigma; its value stays."
     )
 
     @field_validator("sigma")
@@ -270,7 +276,7 @@ class CheckpointConfig(Section):
     minutes: PositiveFloat | None = Field(
         15.0, description="Most minutes between checkpoints, whatever every says; none: no limit."
     )
-    keep: PositiveInt = Field(2, description="Newest checkpoints kept.")
+    keep: PositiveInt = Field(2, description="How many of the newest checkpoints are kept.")
 
 
 class StopConfig(Section):
@@ -309,13 +315,18 @@ class WatchConfig(Section):
     )
     errors: Annotated[PositiveFloat, read_with("watch.held_out")] = Field(
         4.0,
-        description="The held-out reward is below its peak from this many standard errors on.",
+        description=(
+            "Standard errors below its peak at which the held-out reward counts as below it."
+        ),
     )
     patience: Annotated[PositiveInt, read_with("watch.held_out")] = Field(
         5, description="Iterations in a row below the peak before stop.watch acts."
     )
     factor: Annotated[float, read_when("stop.watch", "lower")] = Field(
-        0.1, gt=0, lt=1, description="What stop.watch=lower multiplies the learning rate by."
+        0.1,
+        gt=0,
+        lt=1,
+        description="Factor by which stop.watch=lower multiplies the learning rate.",
     )
 
 
@@ -331,7 +342,7 @@ class GuardConfig(Section):
         10,
         description=(
             "Iterations in a row without an optimizer step, or in which a reward is the same for"
-            " all samples, before it is said."
+            " all samples, before a warning says so."
         ),
     )
     stop_after: PositiveInt | None = Field(
@@ -342,7 +353,7 @@ class GuardConfig(Section):
         ),
     )
     huge: PositiveFloat = Field(
-        1e6, description="A reward times its weight beyond this, either way, is huge."
+        1e6, description="Size beyond which a reward times its weight is huge, above or below 0."
     )
     reward_seconds: PositiveFloat | None = Field(
         1800,
@@ -354,7 +365,8 @@ class GuardConfig(Section):
     rank_seconds: PositiveFloat = Field(
         3600,
         description=(
-            "Most seconds that a process waits for the others, of which one may still score."
+            "Most seconds that a process waits for the others, one of which may still compute"
+            " rewards."
         ),
     )
     invalid_fraction: float = Field(
@@ -373,6 +385,7 @@ class GuardConfig(Section):
     check_rewards: bool = Field(
         True,
         description=(
-            "Try the rewards on the first samples: batch mates, determinism, noise against spread."
+            "Try the rewards on the first samples: whether batch mates change them, whether they"
+            " repeat, and how large their noise is beside their spread."
         ),
     )

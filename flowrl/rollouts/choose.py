@@ -1,4 +1,4 @@
-"""Which prompts an iteration sees, by what earlier iterations showed of them.
+"""Choosers decide which prompts an iteration sees, from what earlier iterations showed of them.
 
 uniform  shuffled epochs, see flowrl/data/prompts.py
 bayes    each prompt has a Beta posterior of its success; a Thompson draw is made for each, and the
@@ -35,7 +35,7 @@ MOST_ARMS = 64
 class Seen:
     """What an iteration showed of its prompts, those of all processes."""
 
-    ids: Tensor  # (P,) int64, places among the prompts of the run
+    ids: Tensor  # (P,) int64, place of each prompt among the run's prompts
     samples: Tensor  # (P,) fp64, how many samples of the prompt have a reward
     successes: Tensor  # (P,) fp64, how many of these succeeded; shares of success are added up
     gain: Tensor  # (P,) fp64, mean |advantage| of these samples
@@ -48,13 +48,13 @@ class Chooser:
 
     def __init__(self, prompts: data.Prompts, config: ChoiceConfig, seed: int) -> None:
         self.prompts, self.config, self.seed = prompts, config, seed
-        self.names = _names(prompts)  # what the state calls each prompt
+        self.names = _names(prompts)  # name of each prompt in the state
         self.state: dict[str, Any] = {}  # name -> numbers; checkpoints hold it as JSON
-        # says which prompts are helped, by a state of its own; None: none ever is
+        # decides which prompts are helped, with a state of its own; None: no prompt ever is
         self.helper = Helper(config.help, self.names, seed) if config.help.after else None
 
     def choose(self, iteration: int, size: int) -> PromptBatch:
-        """The `size` prompts of an iteration, counted from 0; none is there twice."""
+        """The `size` prompts of an iteration, counted from 0; no prompt is there twice."""
         return data.batch(self.prompts, iteration=iteration, size=size, seed=self.seed)
 
     def learn_from(
@@ -66,7 +66,7 @@ class Chooser:
     ) -> dict[str, float]:
         """Take in what an iteration showed of its prompts -> prompts/* to log.
 
-        drawn: the Drawn of this process. advantages (B,): of its samples. gather: concatenates rows
+        drawn: the Drawn of this process. advantages (B,) of its samples. gather: concatenates rows
         of all processes.
         """
         mine = seen_by(
@@ -160,7 +160,8 @@ class Bandit(Chooser):
         left = [list(random.permutation(places)) for places in self.arms.values()]
         chosen: list[int] = []
         while len(chosen) < size:
-            p = np.where([bool(places) for places in left], p, 0.0)  # an arm without prompts left
+            # an arm that has no prompts left cannot be drawn
+            p = np.where([bool(places) for places in left], p, 0.0)
             p = p / p.sum()
             chosen.append(int(left[random.choice(len(p), p=p)].pop()))
         return data.select(self.prompts, torch.tensor(chosen))
@@ -185,7 +186,8 @@ CHOOSERS = {"uniform": Chooser, "bayes": Bayes, "bandit": Bandit}
 def chooser(prompts: data.Prompts, config: ChoiceConfig, *, size: int, seed: int) -> Chooser:
     """Make the chooser of section data.sampler; ValueError where there are too few prompts for a
     batch of `size`, or prompts without a tag."""
-    data.batch(prompts, iteration=0, size=size, seed=seed)  # are there enough?
+    # raises ValueError where there are too few prompts
+    data.batch(prompts, iteration=0, size=size, seed=seed)
     return CHOOSERS[config.mode](prompts, config, seed)
 
 
@@ -223,7 +225,7 @@ def seen_by(
 
 
 def all_seen(table: Tensor) -> Seen:
-    """A record of rows of `seen_by`, those of all processes."""
+    """Make one record of the rows of `seen_by` from all processes."""
     ids, samples, successes, gain = table.cpu().unbind(1)
     return Seen(ids=ids.long(), samples=samples, successes=successes, gain=gain)
 

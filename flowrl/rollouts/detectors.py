@@ -19,7 +19,7 @@ from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.core.reward import load
 
 THUMB = 16  # pixels a side of the pictures that diversity compares
-CELLS = 4  # a side of the grid whose colours drift compares
+CELLS = 4  # cells a side of the grid whose colours drift compares
 REWARDS = ("sharpness", "saturation", "tiling")  # detectors that are rewards, too
 
 
@@ -32,7 +32,7 @@ class Detectors:
         self.whole_groups = "diversity" in self.names
 
     def check(self, shape: tuple[int, ...]) -> None:
-        """ValueError where media (n, ...) of this shape are no pictures."""
+        """Raise ValueError where media (n, ...) of this shape are no pictures."""
         if media_kind(shape) == "arrays":
             raise ValueError(
                 f"watch.detectors={','.join(self.names)} read pictures or videos, and a sample of"
@@ -41,8 +41,8 @@ class Detectors:
 
     @torch.no_grad()
     def __call__(self, media: Tensor, group: Tensor) -> dict[str, Tensor]:
-        """Media (n, 3, H, W) or (n, F, 3, H, W) in [0, 1] of samples in groups (n,); all others ->
-        ValueError. NaN where a pixel is not finite."""
+        """Read media (n, 3, H, W) or (n, F, 3, H, W) in [0, 1] of samples in groups (n,); others
+        raise ValueError. A number is NaN where a pixel is not finite."""
         self.check(tuple(media.shape))
         known = media.flatten(1).isfinite().all(1)
         seen, members = media[known].float().clamp(0, 1), group.to(media.device)[known]

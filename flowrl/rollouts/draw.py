@@ -34,7 +34,8 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
     if source.dataset is not None:
         return from_files.read(source, iteration, plan, mine)
     sample_prompts: Sample = partial(sample, source, iteration, plan)
-    if source.chooser.helper is not None:  # prompts that need help are sampled apart
+    # prompts that need help are sampled apart from the others
+    if source.chooser.helper is not None:
         sample_prompts = helping(source, iteration, plan, sample)
     with world.all_or_none(RewardUnavailable):
         drawn = sample_prompts(mine)

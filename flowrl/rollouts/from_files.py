@@ -1,7 +1,7 @@
 """Rollouts from files: a scored folder in place of the sampler, and reference images as members of
 online groups.
 
-For methods that read leaves alone: such a rollout is encoded media at sigma 0, and holds no
+They serve methods that read leaves alone: such a rollout is encoded media at sigma 0, and holds no
 transition. A folder's prompts are distinct texts, each with the images that the list names for it;
 `flowrl score` makes one, and any list with "file", "prompt" and "total" serves.
 
@@ -40,8 +40,8 @@ def media_shape(policy: Policy) -> tuple[int, ...]:
 
 
 def check(policy: Policy, paths: Iterable[Path]) -> None:
-    """At start-up: every file is an image of the size that the policy makes, judged by its head,
-    else ValueError that names it."""
+    """Check at start-up that every file is an image of the size that the policy makes, by its
+    header; raise ValueError that names one which is not."""
     shape = media_shape(policy)
     for path in paths:
         width, height = image_size(path)
@@ -64,8 +64,8 @@ def _check_shape(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> 
 def _encoded(
     policy: Policy, paths: Sequence[Path], decode: int
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows of paths, media (n, 3, H, W), x0 (n, *L) fp32) in chunks of n <= decode; outside
-    autocast, as decoding is."""
+    """Yield (rows of paths, media (n, 3, H, W), x0 (n, *L) fp32) in chunks of n <= decode, encoded
+    outside autocast, as media are decoded."""
     shape = media_shape(policy)
     for start in range(0, len(paths), decode):
         rows = slice(start, min(start + decode, len(paths)))
@@ -91,7 +91,7 @@ def rollout(
 ) -> tuple[Rollout, Rewards]:
     """Make a rollout of files, and their rewards as the folder states them.
 
-    items: the files of each prompt, by `gather`. plan: gives noise levels.
+    items: the files of each prompt, by `gather`. plan: gives the noise levels.
 
     A leaf's key is a function of its file's name and prompt, so that what a loss draws for it
     depends on neither batch nor process.
@@ -164,7 +164,7 @@ def add_references(
         leaf=torch.cat([rollout.leaf, len(rollout.states) + number]),
         leaf_edge=torch.cat([rollout.leaf_edge, torch.full_like(group, -1)]),
         leaf_key=torch.cat([rollout.leaf_key, names]),
-        start_key=None,  # files began with no noise
+        start_key=None,  # samples from files did not begin with noise
         group=torch.cat([rollout.group, group]),
         tree=torch.cat([rollout.tree, rollout.tree.max() + 1 + number]),
     )

@@ -32,11 +32,13 @@ def sample(
     micro: int = 64,
     ledger: Ledger | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Cond, Tensor]]:
-    """Deterministic ODE samples -> (x (n, *L), sigma (n,), whose they are) for `media_of`.
+    """Sample by ODE -> (x (n, *L), sigma (n,), (conditioning, its row for each sample)), which
+    `media_of` decodes.
 
     noise_keys: (n,) int64, the initial noise of each prompt is a function of its key. conditions:
-    of each prompt, see Policy.encode; equal ones are the same objects. rlg: weight of Reinforcement
-    Learning Guidance (flowrl/rollouts/velocity.py); 1 is the policy itself, 0 its reference.
+    one for each prompt, see Policy.encode; equal ones are the same objects. rlg: weight of
+    Reinforcement Learning Guidance (flowrl/rollouts/velocity.py); 1 is the policy itself, 0 its
+    reference.
     """
     ledger = ledger or Ledger(policy.device)
     # An evaluation asks for the same prompt many times: text encoders see it once.

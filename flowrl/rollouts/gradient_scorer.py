@@ -17,13 +17,13 @@ from flowrl.types import PromptBatch, Rollout
 class GradientScorer:
     """Decodes and scores samples of an iteration."""
 
-    policy: Policy  # which decodes latents
+    policy: Policy  # policy that decodes the latents
     rewards: RewardSet  # the rewards that are climbed, with their weights
     batch: PromptBatch  # the prompts of the samples, which rewards read
 
     def __call__(self, x: Tensor, rollout: Rollout, samples: Tensor, sigma: float = 0.0) -> Tensor:
-        """Latents at sigma (n, *L), in place of the rollout's `samples` (n,) -> weighted rewards
-        (n,) fp32."""
+        """Weighted rewards (n,) fp32 of latents x (n, *L) at sigma, which take the place of the
+        rollout's `samples` (n,)."""
         group = rollout.group[samples]
         media = self.policy.decode(x, sigma, rollout.cond, group)
         check_gradient(x, media)
@@ -33,7 +33,7 @@ class GradientScorer:
 
 
 def check_gradient(x: Tensor, media: Tensor) -> None:
-    """ValueError where media have no gradient in the latents that they were decoded from."""
+    """Raise ValueError where media have no gradient in the latents that they were decoded from."""
     if x.requires_grad and not media.requires_grad:
         raise ValueError(
             "the decoder of this policy passes no gradient on, which climbing a reward's gradient"

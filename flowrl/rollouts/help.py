@@ -1,4 +1,4 @@
-"""Which prompts are helped: those of which no sample succeeded in their first visits.
+"""Prompts are helped if none of their samples succeeded in their first visits.
 
 A visit is an iteration that samples the prompt. After n visits in which a sample succeeded, with
 help or without, the chance that the next one is helped is data.sampler.help.decay ** n; so every
@@ -30,7 +30,8 @@ class Helper:
         """Which of the prompts at `ids` (P,) are helped in an iteration -> (P,) bool."""
         visits = [self.state.get(self.names[i], (0, 0)) for i in ids.tolist()]
         failed, succeeded = torch.tensor(visits).reshape(-1, 2).unbind(1)
-        chance = torch.tensor(self.config.decay, dtype=torch.float64) ** succeeded  # 0**0 = 1
+        # 0**0 = 1: with decay 0, too, a prompt is helped until its first success
+        chance = torch.tensor(self.config.decay, dtype=torch.float64) ** succeeded
         u = keys.uniform(keys.key(self.seed, "help", iteration, ids.cpu()))
         return (failed >= self.config.after) & (u < chance)
 
@@ -58,6 +59,6 @@ class Helper:
         }
 
     def restore(self, state: dict[str, list[int]]) -> None:
-        """The state of a checkpoint; prompts that have gone since are forgotten."""
+        """Take the state of a checkpoint; prompts that are not there any more are forgotten."""
         known = set(self.names)
         self.state |= {name: visits for name, visits in state.items() if name in known}

@@ -22,7 +22,7 @@ from flowrl.types import MediaContext, Rewards
 class OverlappedScorer(Scorer):
     """A Scorer whose rewards run beside the caller."""
 
-    AHEAD = 2  # chunks that may wait for the thread: bounds memory
+    AHEAD = 2  # most chunks that wait for the thread, which bounds memory
 
     def __init__(self, rewards: RewardSet, ledger: Ledger) -> None:
         super().__init__(rewards, ledger)
@@ -48,7 +48,7 @@ class OverlappedScorer(Scorer):
         self.parts.append(rewards)
 
     def close(self) -> None:
-        self.thread.shutdown(wait=False, cancel_futures=True)  # where all went well, it is idle
+        self.thread.shutdown(wait=False, cancel_futures=True)  # after a success the thread is idle
 
 
 def _timed(

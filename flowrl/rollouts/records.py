@@ -28,22 +28,22 @@ class Source:
 
     cfg: Config  # every setting of the run
     world: World  # the processes that share the prompts of an iteration
-    ledger: Ledger  # where time, network calls and memory are booked
+    ledger: Ledger  # ledger in which time, network calls and memory are booked
     prompts: Prompts  # all prompts to train on
-    chooser: Chooser  # which of them an iteration sees
+    chooser: Chooser  # chooses the prompts that an iteration sees
     dataset: Dataset | None  # a scored folder that takes the place of samples; None: they are drawn
     references: bool  # whether prompts name images that join their groups
     policy: Policy  # the model that samples and is trained
-    view: str  # which of its weights sample: "default" or "old"
-    guidance: float | str  # of the samples: "pipeline", "none" or a number
+    view: str  # view of the policy's weights that samples: "default" or "old"
+    guidance: float | str  # guidance of the samples: "pipeline", "none" or a number
     autocast: Callable[[], AbstractContextManager[object]]  # the context in which networks run
-    rewards: RewardSet  # what scores samples; of an iteration, those that advantages come from
+    rewards: RewardSet  # rewards that score samples; in an iteration, those that give advantages
     buffer: ReplayBuffer | None  # old samples that are trained again; None without replay.size
-    # iteration -> the plan of prompts that are helped by more steps; None: they are not
+    # iteration -> plan of the prompts that are helped by more steps; None: no prompt is
     helped_plan: Callable[[int], Plan] | None = None
-    # the column of prompts whose texts are sampled in place of their own; None: their own are
+    # column of the prompts whose texts replace their own in sampling; None: no column does
     column: str | None = None
-    # the rewards with mode=grad that count in an iteration; None: there are none
+    # rewards with mode=grad that count in an iteration; None: there are none
     climbed: RewardSet | None = None
 
     def at(self, iteration: int) -> Source:
@@ -77,6 +77,7 @@ class Drawn:
     batch: PromptBatch  # the P prompts of this process
     rollout: Rollout  # B samples in P groups, and the states that led to them
     rewards: Rewards  # (B,) scores of the samples
-    shown: Tensor  # media of the first samples, SHOWN of them or more; empty for those from files
-    # draw.mode=balance: what a good sample's reward exceeds, by which the trained part is chosen
+    # media of the first samples, at least SHOWN of them; empty for samples from files
+    shown: Tensor
+    # reward that a good sample exceeds (draw.mode=balance), by which trained samples are chosen
     threshold: float | None = None

@@ -27,7 +27,7 @@ from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch, Rollout
 
-Sample = Callable[..., Drawn]  # (ids, round_=0) -> one group of each prompt
+Sample = Callable[..., Drawn]  # function (ids, round_=0) -> one group of samples of each prompt
 
 
 def refill(
@@ -42,7 +42,8 @@ def refill(
     fresh = order[~torch.isin(order, batch.ids)]
     for _ in range(cfg.draw.rounds):
         flat = int(total(source, (~spread_out(drawn[-1], cfg.draw.spread)).sum()))
-        flat = min(flat, len(fresh)) // world.size * world.size  # every process the same number
+        # every process samples the same number
+        flat = min(flat, len(fresh)) // world.size * world.size
         if not flat:
             break
         picked, fresh = fresh[:flat], fresh[flat:]
@@ -133,7 +134,7 @@ def counts(drawn: Drawn, threshold: float) -> tuple[Tensor, Tensor]:
     """Count each prompt's valid samples above the threshold, and at or below it -> (P,), (P,)."""
     group, rewards = drawn.rollout.group, drawn.rewards.total
     zeros = torch.zeros(len(drawn.batch), dtype=torch.int64, device=group.device)
-    good, bad = rewards > threshold, rewards <= threshold  # neither is true of NaN
+    good, bad = rewards > threshold, rewards <= threshold  # both are False for NaN
     return zeros.index_add(0, group, good.long()), zeros.index_add(0, group, bad.long())
 
 

@@ -24,7 +24,8 @@ from flowrl.runtime.processes.world import World
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch, Rollout
 
-Leaves = dict[str, Tensor]  # of an iteration, in the order of prompts; see ReplayBuffer.keep
+# columns of an iteration's samples, in the order of prompts; see ReplayBuffer.keep
+Leaves = dict[str, Tensor]
 
 
 class ReplayBuffer:
@@ -32,7 +33,7 @@ class ReplayBuffer:
 
     def __init__(self, config: ReplayConfig, prompts: Prompts, seed: int) -> None:
         self.config, self.prompts, self.seed = config, prompts, seed
-        self.kept: dict[int, Leaves] = {}  # by iteration, from 0
+        self.kept: dict[int, Leaves] = {}  # iteration, from 0 -> its samples
 
     def keep(
         self, iteration: int, batch: PromptBatch, rollout: Rollout, leaf: Tensor, world: World
@@ -54,7 +55,8 @@ class ReplayBuffer:
             "text": texts[rollout.group[rows]],
         }
         found = {name: world.gather(value).cpu() for name, value in mine.items()}
-        order = found["id"].argsort(stable=True)  # a group lies within a process
+        # a group lies within one process, and a stable sort keeps its order
+        order = found["id"].argsort(stable=True)
         self.kept[iteration] = {name: value[order] for name, value in found.items()}
 
     def most(self, prompts: int) -> int:
@@ -79,7 +81,7 @@ class ReplayBuffer:
         return [groups[k] for k in order[:most].tolist()]
 
     def taper(self, age: int) -> float:
-        """What the weight of samples that are `age` iterations old is multiplied by."""
+        """Factor of the weight of samples that are `age` iterations old."""
         return self.config.taper**age
 
     def leaves(self, group: tuple[int, int]) -> Leaves:
@@ -89,8 +91,8 @@ class ReplayBuffer:
         return {name: value[rows] for name, value in found.items()}
 
     def state(self, iterations: int) -> dict[str, Tensor]:
-        """Tensors of a checkpoint after so many iterations: what later ones may draw, without an
-        iteration that was not finished."""
+        """Tensors of a checkpoint after this many iterations: the groups that later iterations may
+        draw, without those of an unfinished iteration."""
         return {
             f"{i}/{name}": value
             for i, leaves in self.kept.items()

@@ -79,7 +79,7 @@ def velocity_of(
     def velocity(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         return counted.velocity(x, sigma, cond, rows, guidance=guidance)
 
-    # 1 is the policy itself: reference + 1 (v - reference) is v up to rounding only
+    # w = 1 is the policy itself, while reference + 1 (v - reference) is v up to rounding only
     return velocity if rlg == 1 else guided(policy, velocity, rlg)
 
 

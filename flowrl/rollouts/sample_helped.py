@@ -22,7 +22,7 @@ from flowrl.types import Plan
 
 
 def helping(source: Source, iteration: int, plan: Plan, sample: Callable[..., Drawn]) -> Sample:
-    """A function (ids, round_) that samples some prompts, and those that need help apart.
+    """Return a function (ids, round_) that samples prompts, those that need help apart.
 
     sample: draws for (source, iteration, plan, ids, round_), see draw.py.
     """

@@ -16,7 +16,7 @@ from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import Progress
 from flowrl.types import MediaContext, PromptBatch, Rewards, Rollout
 
-SHOWN = 8  # samples whose media are kept, for the log
+SHOWN = 8  # least number of samples whose media are kept, for the log
 
 
 def decode_into(
@@ -74,10 +74,10 @@ class Scorer:
         self.detectors = rewards.detectors
         watched = self.detectors is not None and self.detectors.whole_groups
         self.whole_groups = "group" in rewards.needs or watched
-        # media of the newest group, which may go on, with their prompts and their rows of these
+        # media of the newest group, which may get more members, their batch, and their rows of it
         self.waiting: tuple[Tensor, PromptBatch, Tensor] | None = None
-        self.parts: list[Rewards] = []  # of each chunk
-        self.seen: list[dict[str, Tensor]] = []  # what detectors read of each chunk
+        self.parts: list[Rewards] = []  # rewards of each chunk
+        self.seen: list[dict[str, Tensor]] = []  # numbers that detectors read from each chunk
 
     def add(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
         """Take in media of samples whose prompts are the rows `group` (n,) of a batch.
@@ -89,7 +89,7 @@ class Scorer:
             group = torch.cat([self.waiting[2], group])
             self.waiting = None
         ready = len(group)
-        if self.whole_groups:  # the newest group may go on
+        if self.whole_groups:  # the newest group may get more members
             ready = int((group == group[-1]).nonzero()[0])
         if ready < len(group):
             self.waiting = (media[ready:], batch, group[ready:])

@@ -40,14 +40,15 @@ class Search:
     """
 
     how: How  # random, zero_order or tree
-    # most network calls a prompt, with all branches of guidance and RLG; a remainder that buys no
-    # whole candidate is left
+    # most network calls for each prompt, with all branches of guidance and RLG; a remainder too
+    # small for a whole candidate is not used
     calls: int
-    neighbours: int = 4  # zero_order: candidates of a round
+    neighbours: int = 4  # zero_order: candidates in each round
     radius: float = 0.3  # zero_order: how far they are from the best noise, above 0 and at most 1
-    keep: int = 2  # tree: how many go on at each fork
-    children: int = 3  # tree: of each that goes on
-    forks: Sequence[int] | None = None  # tree: steps; None: at 1/3 and 2/3 of the way
+    keep: int = 2  # tree: how many samples go on at each fork
+    children: int = 3  # tree: children of each sample that goes on
+    # tree: steps at which paths fork; None: at 1/3 and 2/3 of the way
+    forks: Sequence[int] | None = None
     eta: float = 0.7  # tree: noise level of the step at a fork
 
     def __post_init__(self) -> None:
@@ -199,8 +200,8 @@ def fresh(made: Candidates, count: int, path: Plan) -> tuple[Tensor, Tensor]:
 
 
 def best(score: Tensor, states: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Keep the best of each prompt, of equal ones the first: scores (P, n), states (P, n, F, *L) ->
-    (P, keep), (P, keep, F, *L)."""
+    """Keep the best of each prompt, the first one among equals: scores (P, n), states
+    (P, n, F, *L) -> (P, keep), (P, keep, F, *L)."""
     order = score.argsort(dim=1, descending=True, stable=True)[:, :keep]
     return score.gather(1, order), states[torch.arange(len(score))[:, None], order]
 

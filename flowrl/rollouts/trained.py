@@ -21,7 +21,7 @@ class TrainingBatch:
     rollout: Rollout  # B samples in P groups
     leaf: Tensor  # (B,) fp32, the advantage of each sample; NaN: it could not be scored
     turns: Tensor  # (P,) int64, which of the iteration's updates trains the rows of a prompt
-    tapers: Tensor  # (P,) fp32, what these rows are weighed with: 1 for new samples
+    tapers: Tensor  # (P,) fp32, factor of the weight of these rows: 1 for new samples
     metrics: dict[str, float]  # replay/*, the same on all processes; {} without replay.size
     prompts: int  # number of prompts whose samples are new, at the beginning
 
@@ -39,7 +39,7 @@ def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) ->
     """Choose what an iteration trains of samples with advantages `leaf` (B,): all that were drawn,
     or with draw.mode=balance a part of them; and with replay.size old groups beside them."""
     cfg, rollout, size = source.cfg, drawn.rollout, len(drawn.batch)
-    if drawn.threshold is not None:  # only now, as all draws entered the baselines
+    if drawn.threshold is not None:  # chosen only now, because all draws entered the baselines
         rows = chosen(drawn, cfg.batch.group).to(leaf.device)
         rollout, leaf = take(rollout, rows), leaf[rows]
     new = TrainingBatch(
@@ -80,7 +80,7 @@ def with_old(
         source.prompts, torch.cat([drawn.batch.ids, torch.tensor([groups[k][1] for k in mine])])
     )
     cond = source.encode(batch)
-    # Old samples as a rollout of their final states, which is all that their methods read.
+    # Old samples become a rollout of their final states, which is all that their methods read.
     number = torch.arange(len(old)).repeat_interleave(
         torch.tensor([len(leaves["id"]) for leaves in old])
     )
@@ -91,7 +91,7 @@ def with_old(
     rollout = of_leaves(x0, name, number.to(like.device), new.rollout.plan, cond)
     places = torch.arange(len(batch)).split([len(drawn.batch), len(old)])
     joined = join([new.rollout, rollout], list(places))
-    # By their places among all old groups, so that updates do not depend on the processes.
+    # Updates are dealt by place among all old groups, so that they do not depend on the processes.
     turns = [k * source.cfg.batch.updates // len(groups) for k in mine]
     tapers = [buffer.taper(ages[k]) for k in mine]
     return TrainingBatch(

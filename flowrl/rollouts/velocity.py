@@ -35,7 +35,7 @@ def guided(policy: Policy, velocity: Velocity, w: float) -> Velocity:
 
 
 def check_weight(policy: Policy, w: float) -> None:
-    """ValueError where w is not a weight, or the policy has no reference for it."""
+    """Raise ValueError where w is not a weight, or the policy has no reference for it."""
     if not 0 <= w < math.inf:
         raise ValueError(
             f"rlg={w} should be 0 (the reference), 1 (the policy) or another number from 0 up;"
@@ -50,5 +50,5 @@ def check_weight(policy: Policy, w: float) -> None:
 
 
 def passes(w: float) -> int:
-    """Network calls in place of one, at the weight w."""
+    """Network calls that the weight w takes in place of one."""
     return 1 if w in (0, 1) else 2

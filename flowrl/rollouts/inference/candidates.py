@@ -27,21 +27,23 @@ from flowrl.types import MediaContext, Plan, Rollout, Solver
 class SampleRequest:
     """P prompts, and how a policy samples them; see flowrl.generate."""
 
-    policy: Policy  # that samples
-    texts: list[str]  # (P,)
-    conditions: list[Conditions] | None = None  # (P,), arguments of the call; None: there are none
-    meta: Sequence[dict[str, Any]] | None = None  # (P,), what rewards read; None: nothing
-    seed: int = 0  # of the noise
+    policy: Policy  # policy that samples
+    texts: list[str]  # (P,) prompts
+    # (P,) arguments of the pipeline's call; None: there are none
+    conditions: list[Conditions] | None = None
+    # (P,) values that rewards read beside the text; None: none
+    meta: Sequence[dict[str, Any]] | None = None
+    seed: int = 0  # seed of the noise
     steps: int = 28  # ODE steps
-    guidance: float | str = "pipeline"  # a scale, "none" or "pipeline"
+    guidance: float | str = "pipeline"  # scale of guidance, "none" or "pipeline"
     rlg: float = 1.0  # weight of Reinforcement Learning Guidance
-    solver: Solver = "euler"  # of the ODE
+    solver: Solver = "euler"  # solver of the ODE
     micro: int = 64  # most network rows in a forward
     decode: int = 16  # most images decoded and scored at once
 
     @cached_property
     def path(self) -> Plan:
-        """How one sample is made."""
+        """The plan by which one sample is made."""
         return plan.ode(self.policy.schedule(self.steps).sigmas, solver=self.solver)
 
     @cached_property
@@ -81,11 +83,11 @@ class SampleRequest:
         return torch.cat([media for _, media in chunks])
 
     def context(self, whose: Sequence[int], media: Tensor) -> MediaContext | None:
-        """What rewards read beside the media of these prompts and their texts."""
+        """Context that rewards read beside the media of these prompts and their texts."""
         return context_of([self.meta[p] for p in whose], media) if self.meta else None
 
     def scores(self, media: Tensor, whose: Sequence[int], rewards: RewardSet) -> Tensor:
-        """Score media (n, *D) of prompts `whose` -> (n,) fp32 on the CPU, -inf where it failed."""
+        """Score media (n, *D) of prompts `whose` -> (n,) fp32 on the CPU, -inf if it failed."""
         texts = [self.texts[p] for p in whose]
         total = score(media, texts, rewards, self.context(whose, media)).total
         return total.nan_to_num(-torch.inf).cpu()
@@ -95,9 +97,9 @@ class SampleRequest:
 class BestSamples:
     """The best sample of each prompt."""
 
-    media: Tensor  # (P, *D)
-    score: Tensor  # (P,), of the best; -inf where it failed
-    first: Tensor  # (P,), of the first candidate; -inf where it failed
+    media: Tensor  # (P, *D) best sample of each prompt
+    score: Tensor  # (P,) score of the best sample; -inf where scoring failed
+    first: Tensor  # (P,) score of the first candidate; -inf where scoring failed
     candidates: int  # samples of all prompts together
     calls: int  # network calls of all prompts together
 
@@ -186,7 +188,7 @@ class Candidates:
         return torch.cat(scores)
 
     def found(self) -> BestSamples:
-        """What has come out so far."""
+        """The best samples so far, and the network calls that they took."""
         media = [item for item in self.best if item is not None]
         return BestSamples(
             media=torch.stack(media),

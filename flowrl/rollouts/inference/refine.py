@@ -1,9 +1,9 @@
 """Generate, critique, refine: a judge rewrites the prompt, and the picture is made again.
 
 RationalRewards (arXiv:2604.11626), whose authors use one round and leave pictures of 3 and more in
-every aspect as they are. Here for any reward with
+every aspect as they are. Here it works with any reward that has
 
-    refine(media (n, ...), prompts, context) -> a better prompt for each sample, None: none
+    refine(media (n, ...), prompts, context) -> a better prompt for each sample, or None
 
 Each picture is made from the noise of the first, criticised and scored against the prompt that was
 asked for, and taken only where it scores higher, so that a judge which rewrites the prompt into
@@ -34,8 +34,9 @@ class Refine:
     """How often prompts are rewritten, and which."""
 
     rounds: int = 1  # most rewritings of a prompt; one that does not help is its last
-    enough: float | None = None  # a picture that scores so much is left as it is; None: none is
-    longest: int = 1000  # characters of a new prompt; a longer one has drifted and is not used
+    # score from which on a picture is left as it is; None: no picture is
+    enough: float | None = None
+    longest: int = 1000  # most characters of a new prompt; a longer one has drifted and is not used
 
     def __post_init__(self) -> None:
         for name in ("rounds", "longest"):
@@ -50,12 +51,13 @@ class Refine:
 class Refined:
     """The pictures after refinement."""
 
-    media: Tensor  # (P, *D)
-    texts: list[str]  # (P,), the prompts that they were made of
-    score: Tensor  # (P,), of these pictures; -inf where scoring failed
-    first: Tensor  # (P,), of the first pictures; -inf where scoring failed
+    media: Tensor  # (P, *D) the pictures
+    texts: list[str]  # (P,) prompts from which they were made
+    score: Tensor  # (P,) score of these pictures; -inf where scoring failed
+    first: Tensor  # (P,) score of the first pictures; -inf where scoring failed
     calls: int  # network calls of all prompts together
-    why: Counter[str]  # a key of WHY, or "enough" -> prompts that kept their first picture for it
+    # reason (a key of WHY, or "enough") -> number of prompts that kept their first picture
+    why: Counter[str]
 
     def said(self) -> str:
         """Say in one sentence what came of it."""
