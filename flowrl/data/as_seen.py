@@ -13,21 +13,23 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
 
-READER = "2"  # raised when a file's pixels become others: a part of what a run is
-ORIENTATION = 0x0112  # of EXIF
-SPACES = {("L", "GRAY"), ("L", "RGB"), ("RGB", "RGB"), ("CMYK", "CMYK")}  # pixels, their profile
+# version of the reader, raised when it makes other pixels of a file; the identity of a run holds it
+READER = "2"
+ORIENTATION = 0x0112  # EXIF tag of the orientation
+# (mode of the pixels, colour space of a profile that fits them)
+SPACES = {("L", "GRAY"), ("L", "RGB"), ("RGB", "RGB"), ("CMYK", "CMYK")}
 HDR = {16: "PQ", 18: "HLG"}  # transfer functions of videos, as H.273 numbers them
 
 
 def as_seen(image: Image.Image, *, alpha: bool = False) -> Image.Image:
-    """Convert a picture to RGB as it is seen. alpha: what is transparent stays so, as RGBA. Pixels
-    of 32 bits, whose range nobody knows -> ValueError."""
+    """Convert a picture to RGB as it is seen. alpha: transparent pixels stay so, as RGBA. Pixels of
+    32 bits, whose range nobody knows -> ValueError."""
     if image.mode in ("I", "F"):
         raise ValueError(
             f"its pixels are of mode {image.mode}, whose range is not known; save it with 8 or 16"
             " bits a channel"
         )
-    image.load()  # an open file is closed soon
+    image.load()  # reads the pixels now, because the caller closes the file soon
     if image.mode == "RGB" and not image.info and ORIENTATION not in image.getexif():
         return image
     upright = _in_8_bits(ImageOps.exif_transpose(image))
@@ -39,7 +41,7 @@ def as_seen(image: Image.Image, *, alpha: bool = False) -> Image.Image:
         if not alpha:
             white = Image.new("RGBA", seen.size, "white")
             seen = Image.alpha_composite(white, seen).convert("RGB")
-    seen.info = {}  # what it said has been done
+    seen.info = {}  # profile and orientation are applied; nobody may apply them again
     return seen
 
 
@@ -56,7 +58,8 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
     deep = np.asarray(image)
     out = Image.fromarray((deep / 257).round().astype(np.uint8))
     out.info = {key: value for key, value in image.info.items() if key != "transparency"}
-    if (level := image.info.get("transparency")) is not None:  # of PNG: a grey that is none
+    # a PNG may name a grey that is transparent
+    if (level := image.info.get("transparency")) is not None:
         out.putalpha(Image.fromarray(np.where(deep == level, 0, 255).astype(np.uint8)))
     return out
 

@@ -2,9 +2,9 @@
 
 A question is {"question": str, "weight": float, "parent": None | index | [indices], "check": "vlm"
 | name of a code function, "args": {...}}. Parents come earlier and zero their children when they
-are answered no (DPG-Bench, ELLA arXiv:2403.05135). All weigh the same. Answered by code, all of
-them are yes exactly where the strict verdict of the verifier (shapes) or of the detector (GenEval)
-is.
+are answered no (DPG-Bench, ELLA arXiv:2403.05135). All questions weigh the same. Answered by code,
+all of them are yes exactly where the strict verdict of the verifier (shapes) or of the detector
+(GenEval) is yes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def from_shapes(prompt: dict[str, Any], by: By = "code") -> list[Question]:
     whether nothing else is there."""
     include: list[dict[str, Any]] = prompt["include"]
     out: list[Question] = []
-    counted: list[int] = []  # place of each clause's count question
+    counted: list[int] = []  # place of the count question of each clause
     for clause in include:
         alone = sum(other["shape"] == clause["shape"] for other in include) == 1
         counted.append(len(out))
@@ -41,7 +41,7 @@ def from_shapes(prompt: dict[str, Any], by: By = "code") -> list[Question]:
 
 
 def _of_shape(clause: dict[str, Any], alone: bool, by: By, place: int) -> list[Question]:
-    """Ask for a clause's count and colour. place: of its first question.
+    """Ask for a clause's count and colour. place: where its first question stands.
 
     alone: whether no other clause is about its shape; where one is, the colour tells them apart.
     """
@@ -60,7 +60,7 @@ def _of_shape(clause: dict[str, Any], alone: bool, by: By, place: int) -> list[Q
 
 def from_geneval(prompt: dict[str, Any], by: By = "code") -> list[Question]:
     """Ask for the count, the colour and the position of every clause of meta["include"], and for
-    what "exclude" adds."""
+    the clauses that "exclude" adds."""
     include: list[dict[str, Any]] = prompt["include"]
     out: list[Question] = []
     last: list[int] = []  # place of the last question about each clause's own objects
@@ -79,7 +79,7 @@ def from_geneval(prompt: dict[str, Any], by: By = "code") -> list[Question]:
 
 
 def _of_class(clause: dict[str, Any], by: By, place: int) -> list[Question]:
-    """Ask for a clause's count and colour. place: of its first question."""
+    """Ask for a clause's count and colour. place: where its first question stands."""
     name, count, color = clause["class"], clause["count"], clause.get("color")
     wanted = {"class": name, "count": count}
     out = [_question(_how_many(name, count), by, "geneval", {"include": [wanted]})]

@@ -1,4 +1,4 @@
-"""Conditions: what a prompt brings beside its text, as arguments of the pipeline's call.
+"""Conditions: arguments of the pipeline's call that a prompt brings beside its text.
 
 In a prompt file they are columns: "image", "last_image", "video", "mask_image", "control_image" ...
 are paths from the file's folder (or lists of them), "negative_prompt" a text. "conditions" may hold
@@ -30,7 +30,7 @@ from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
 VIDEOS = (*pictures.PYAV_SUFFIXES, ".gif")
-KEPT = 256  # pictures that stay loaded
+KEPT = 256  # most pictures that stay loaded
 
 
 def is_mask(name: str) -> bool:
@@ -38,8 +38,8 @@ def is_mask(name: str) -> bool:
 
 
 def check_entry(entry: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:
-    """Make the pictures of an entry paths from the folder, each of which is a file; else
-    ValueError."""
+    """Make the pictures of an entry paths from the folder; raise ValueError where one is no
+    file."""
     more = entry.get("conditions", {})
     if not isinstance(more, dict):
         raise ValueError(f'{where}: "conditions" should be arguments by name, {{"strength": 0.6}}')
@@ -87,7 +87,7 @@ def kinds(rows: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _kind(name: str, value: Any) -> Any:
-    """What pipelines tell apart in an argument's value: the size of a picture."""
+    """The property by which pipelines tell values of an argument apart: a picture's size."""
     if isinstance(value, list):
         return tuple(_kind(name, entry) for entry in value)
     if isinstance(value, Image.Image):
@@ -98,8 +98,8 @@ def _kind(name: str, value: Any) -> Any:
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The conditions of a row by argument: its pictures, negative prompts and "conditions"; what is
-    None counts as not given."""
+    """The conditions of a row by argument: its pictures, negative prompts and "conditions"; a value
+    of None counts as not given."""
     own = {k: v for k, v in row.items() if is_picture(k) or k.startswith("negative_prompt")}
     own |= row.get("conditions", {})
     return {name: value for name, value in own.items() if value is not None}
@@ -134,8 +134,8 @@ def loaded(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load(name: str, value: Any) -> Any:
-    """Load an argument's value: pictures for paths, the frames of a video as a list of pictures;
-    what is no path stays as it is. An unreadable file -> ValueError."""
+    """Load an argument's value: pictures for paths, the frames of a video as a list of pictures; a
+    value that is no path stays as it is. An unreadable file -> ValueError."""
     if not is_picture(name):
         return value
     if isinstance(value, list):
@@ -183,7 +183,7 @@ def _frames(path: str) -> list[Image.Image]:
 def context_of(
     rows: Sequence[Mapping[str, Any]], media: Tensor, group: Tensor | None = None
 ) -> MediaContext:
-    """What rewards read beside media (B, *D), by the meta of the prompt of each."""
+    """Context that rewards read beside media (B, *D), from the meta of each one's prompt."""
     return MediaContext(meta=[dict(row) for row in rows], group=group, source=_sources(rows, media))
 
 

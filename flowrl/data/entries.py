@@ -1,4 +1,4 @@
-"""Entries of prompt files: {"prompt": text, **meta}, and what each must be."""
+"""Entries of prompt files: {"prompt": text, **meta}, and their checks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import listed
 
-Columns = Mapping[str, str]  # name in the entry -> column that holds it; empty: all, as they are
+# name in the entry -> column that holds it; empty: all columns as they are
+Columns = Mapping[str, str]
 
 
-# what columns of prompts are called
+# usual names of the column that holds prompts
 LIKELY = ("prompt", "prompts", "caption", "captions", "text", "txt", "description", "instruction")
 
 

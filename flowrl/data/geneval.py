@@ -21,7 +21,7 @@ from typing import Any
 
 from flowrl.runtime.text import items
 
-# COCO's classes in COCO's order, under GenEval's names: a detector's label number is the place here
+# COCO's classes in COCO's order, under GenEval's names: a detector's label is a place in this list
 CLASSES = items("""
     person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light,
     fire hydrant, stop sign, parking meter, bench, bird, cat, dog, horse, sheep, cow, elephant,
@@ -50,10 +50,10 @@ HELD_OUT = {
     "position": 100,
     "color_attr": 100,
 }
-# Flow-GRPO's ratio of the training tasks (arXiv:2505.05470, section 5.1): hard tasks often, single
-# objects never
+# Flow-GRPO's ratio of the training tasks (arXiv:2505.05470, section 5.1): hard tasks are frequent,
+# and single objects are left out
 RATIO = {"position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1}
-DRAWN = 4000  # combinations of two coloured objects; there are 277,290
+DRAWN = 4000  # number of combinations of two coloured objects that are drawn, of 277,290
 
 Prompt = dict[str, Any]
 
@@ -162,7 +162,8 @@ def _colors() -> list[Prompt]:
             {"class": name, "count": 1, "color": color},
             combination=f"{color} {name}",
         )
-        for name, color in product(CLASSES[1:], COLORS)  # no coloured people
+        # the first class, person, is left out: there are no coloured people
+        for name, color in product(CLASSES[1:], COLORS)
     ]
 
 

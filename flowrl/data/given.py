@@ -12,7 +12,7 @@ from flowrl.runtime import registry
 
 
 def records(given: Any, what: str = "prompts") -> list[dict[str, Any]]:
-    """Turn texts, or records {"prompt": text, **meta}, into records; paths in them are from the
+    """Turn texts, or records {"prompt": text, **meta}, into records; paths in them begin at the
     present folder. None, or anything else -> ValueError that begins with `what`."""
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise ValueError(
@@ -32,7 +32,7 @@ def records(given: Any, what: str = "prompts") -> list[dict[str, Any]]:
 @functools.cache
 def of_place(place: str) -> list[dict[str, Any]]:
     """Prompts of "path/to/file.py:NAME": a function without arguments that returns them, or the
-    list itself; it is called once in a process. What fails -> ValueError."""
+    list itself; it is called once in a process. A failure -> ValueError."""
     what = f'data "{place}"'
     found = registry.member(place, what=what)
     if callable(found):

@@ -36,8 +36,8 @@ def fingerprint(source: str) -> str:
 
 
 def rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Read a dataset -> (where, row) of each row, with pictures as PictureCell. What cannot be
-    loaded, or has no rows -> ValueError."""
+    """Read a dataset -> (where, row) of each row, with pictures as PictureCell. A dataset that
+    cannot be loaded, or has no rows -> ValueError."""
     data = opened(source)[1]
     if not len(data):
         raise ValueError(f"data {source} has no rows; it needs one prompt or more")
@@ -84,11 +84,11 @@ def opened(source: str) -> tuple[str, Any]:
     """Load a dataset, once in a process -> (fingerprint, the dataset, whose pictures are not
     decoded)."""
     library = _library(source)
-    _parts(source)  # a wrong name is not the library's
+    _parts(source)  # a wrong name gets our own sentence, before the library sees it
     try:
         data = _loaded(library, source)
         return str(data._fingerprint), _encoded(data, library)
-    except Exception as error:  # the library raises what its parts and the network do
+    except Exception as error:  # the library passes on errors of its parts and of the network
         why = " ".join(str(error.__cause__ or error).split())[:300]
         raise ValueError(f"data {source} cannot be loaded: {why}") from error
 
@@ -104,7 +104,8 @@ def _loaded(library: Any, source: str) -> Any:
         hub.note(name, dataset=True)
         return data
     if not any((folder / file).is_file() for file in SAVED):
-        return library.load_dataset(str(folder.resolve()), split=split)  # "csv" is a reader too
+        # an absolute path, because "csv" alone would name the library's reader of CSV files
+        return library.load_dataset(str(folder.resolve()), split=split)
     data = library.load_from_disk(str(folder))
     if not isinstance(data, dict):
         return data

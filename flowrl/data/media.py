@@ -27,13 +27,14 @@ from flowrl.runtime.paths import nearby
 from flowrl.runtime.store import files
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-VIDEO_SUFFIXES = (".mp4", ".gif")  # that are written
-ARRAY = ".npy"  # numbers as they are, of any media
-PYAV_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")  # that are read with the extra "video"
-MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # that are read
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # whatever the suffix says
-MAX_PIXELS = 2**26  # of a picture: 8192 x 8192
-MAX_VIDEO_PIXELS = 2**29  # of all frames together: 258 of 1920 x 1080
+VIDEO_SUFFIXES = (".mp4", ".gif")  # suffixes of videos that can be written
+ARRAY = ".npy"  # suffix of a file that holds the numbers of any media as they are
+# suffixes that are read with the extra "video"
+PYAV_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # suffixes that are read
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # formats that are read, whatever the suffix says
+MAX_PIXELS = 2**26  # most pixels of a picture: 8192 x 8192
+MAX_VIDEO_PIXELS = 2**29  # most pixels of all frames of a video together: 258 frames of 1920 x 1080
 
 Kind = Literal["images", "videos", "arrays"]
 WRITTEN: dict[Kind, tuple[str, ...]] = {
@@ -45,7 +46,7 @@ T = TypeVar("T")
 
 
 class UnreadableMedia(ValueError):
-    """A file of media that is too large, or not what is needed; the message names it."""
+    """A file of media is too large, or not of the kind that is needed; the message names it."""
 
 
 def media_kind(shape: Sequence[int]) -> Kind:
@@ -91,10 +92,11 @@ def open_image(
     formats: Sequence[str] = FORMATS,
     called: str = "the picture",
 ) -> Image.Image:
-    """Open a picture of which only the head is read: the caller closes it, or uses it in `with`.
+    """Open a picture and read only its header: the caller closes it, or uses it in `with`.
 
-    source: a file, or its bytes, which errors name as `called`. ValueError where the head declares
-    more than max_pixels pixels; what Pillow says of another format or a broken head passes through.
+    source: a file, or its bytes, which errors name as `called`. ValueError where the header
+    declares more than max_pixels pixels; Pillow's error about another format or a broken header
+    passes through.
     """
     name = called if isinstance(source, bytes) else str(source)
     file = io.BytesIO(source) if isinstance(source, bytes) else source
@@ -119,19 +121,19 @@ def _too_large(name: object, size: str, most: int) -> UnreadableMedia:
 def read_image(path: Path) -> Tensor:
     """Read a picture as it is seen (flowrl/data/as_seen.py) -> (3, H, W) fp32 in [0, 1].
 
-    What cannot be read, has more than MAX_PIXELS or is animated -> ValueError that names the file.
+    A file that cannot be read, has more than MAX_PIXELS or is animated -> ValueError that names it.
     """
     return from_pil(read_picture(path))[0]
 
 
 def read_picture(path: Path, *, content: bytes | None = None, alpha: bool = False) -> Image.Image:
     """Read a picture as `read_image` does, as a PIL image. content: the bytes of the file, which
-    errors call `path`. alpha: what is transparent stays so, as RGBA."""
+    errors call `path`. alpha: transparent pixels stay so, as RGBA."""
     return _read(path, partial(as_seen, alpha=alpha), content)
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """Read (width, height) of `read_image` from the file's head alone."""
+    """Read (width, height) of `read_image` from the file's header alone."""
     return _read(path, lambda image: image.size[:: -1 if _oriented(image) > 4 else 1])
 
 
@@ -152,8 +154,8 @@ def depends_on_reader(path: Path) -> bool:
 
 
 def check_readable(path: Path) -> None:
-    """Raise ValueError that names the file where its head, a checksum of a PNG or the end of a JPEG
-    says that it cannot be read; nothing is decoded. A video needs the extra "video"."""
+    """Raise ValueError that names the file where its header, a checksum of a PNG or the end of a
+    JPEG says that it cannot be read; nothing is decoded. A video needs the extra "video"."""
     if path.suffix.lower() in PYAV_SUFFIXES:
         _pyav(f"reading {path.name}", "save it as .gif")
     else:
@@ -182,8 +184,8 @@ def read_frames(path: Path, *, most: int | None = None) -> Tensor:
     """Read a video or an animated picture -> (F, 3, H, W) fp32 in [0, 1].
 
     most: how many frames are read, evenly spaced from the first to the last; None: all of them.
-    Video files need the extra "video". What cannot be read, or has more than MAX_VIDEO_PIXELS in
-    all its frames -> ValueError that names the file.
+    Video files need the extra "video". A file that cannot be read, or has more than
+    MAX_VIDEO_PIXELS in all its frames -> ValueError that names it.
     """
     if path.suffix.lower() in PYAV_SUFFIXES:
         return _of_video(path, most)
@@ -209,10 +211,10 @@ def spaced(count: int, most: int | None) -> list[int]:
 
 def _frames_of(image: Image.Image) -> tuple[int, int]:
     """(number of the first, count) of a picture's frames."""
-    if image.format == "MPO":  # a photo and the camera's previews of it
+    if image.format == "MPO":  # a photo and the camera's previews of it, which are no frames
         return 0, 1
     count = getattr(image, "n_frames", 1)
-    # what viewers without animation show in its place
+    # the first is no frame if it is the picture that viewers without animation show instead
     apart = count > 1 and bool(image.info.get("default_image"))
     return int(apart), count - apart
 
@@ -232,7 +234,7 @@ def _of_video(path: Path, most: int | None) -> Tensor:
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            square = stream.sample_aspect_ratio or 1  # the width of a pixel by its height
+            square = stream.sample_aspect_ratio or 1  # width of a pixel over its height
             count = sum(packet.size > 0 for packet in container.demux(stream))
             _check_video(path, round(stream.width * square), stream.height, count)
         wanted, found = set(spaced(count, most)), []
@@ -351,8 +353,8 @@ def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
 
 
 def check_output(path: Path) -> None:
-    """Raise ValueError for a suffix that no media are saved with, or that needs what is not
-    installed."""
+    """Raise ValueError for a suffix with which no media are saved, or which needs a package that is
+    not installed."""
     known = dict.fromkeys([*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, ARRAY])
     if path.suffix.lower() not in known:
         raise ValueError(
@@ -377,8 +379,8 @@ def fitting(path: Path, media: Tensor) -> Path:
 
 
 def encoded(image: Image.Image, suffix: str = ".png", **options: Any) -> bytes:
-    """Encode an image as the bytes of a file. suffix: which format; options: of Pillow for that
-    format."""
+    """Encode an image as the bytes of a file. suffix: names the format; options: Pillow's options
+    for that format."""
     buffer = io.BytesIO()
     image.save(buffer, Image.registered_extensions()[suffix.lower()], **options)
     return buffer.getvalue()

@@ -1,8 +1,8 @@
-"""Prompts that ask for written text: scenes with a place for it, and what to write there.
+"""Prompts that ask for written text: scenes with a place for it, and the text to write there.
 
-meta["text"] is what should be read, in the prompt between double quotes; meta["task"] its kind. A
-hash of the text decides what is held out, so that no held-out text is ever trained on; scenes are
-shared.
+meta["text"] is the text that should be read, in the prompt between double quotes; meta["task"] is
+its kind. A hash of the text decides whether it is held out, so that no held-out text is ever
+trained on; scenes are shared.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PHRASES = items("""
 """)
 NUMBERS = tuple(str(number) for number in range(1007, 10000, 211))
 KINDS = ("word", "two_words", "phrase", "number")
-HELD_OUT = 4  # one text in so many
+HELD_OUT = 4  # one text in 4 is held out
 
 Prompt = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Plain text files of prompts, one a line, and what other programs write into them.
+"""Plain text files of prompts, one a line, and the notations of other programs in them.
 
 In the sample_prompts.txt of kohya's sd-scripts and its relatives, "# ..." is a comment and
 "--n TEXT" a negative prompt; other flags are settings of a call.
@@ -15,15 +15,16 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.text import listed, printable
 
 FLAG = re.compile(r"\s--(?=[A-Za-z])")
-SETTINGS = set("whfdslgti") | {"fs", "ss", "ci", "cn", "cv", "am", "ctr"}  # of kohya, beside --n
-RECORD = re.compile(r"\[?\s*{\s*['\"]?\w+['\"]?\s*:|\[\s*['\"]")  # how one begins
+# letters of kohya's flags, beside --n
+SETTINGS = set("whfdslgti") | {"fs", "ss", "ci", "cn", "cv", "am", "ctr"}
+RECORD = re.compile(r"\[?\s*{\s*['\"]?\w+['\"]?\s*:|\[\s*['\"]")  # beginning of a record
 CHOICE = re.compile(r"{.*?}|__\w+__")  # wildcards and templates of other programs
 
 
 def rows(content: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Read (where, {"prompt", "negative_prompt"}) of each line that is no comment. A line that is a
-    row of a table or a record -> ValueError; what may be meant as more than text is said in a
-    warning."""
+    row of a table or a record -> ValueError; a warning names words that may be meant as more than
+    text."""
     found, comments, settings, odd = [], list[str](), set[str](), list[str]()
     for number, line in enumerate(map(str.strip, content.split("\n")), 1):
         if line.startswith("#") or (not found and line.casefold() in ("prompt", "prompts")):

@@ -28,15 +28,15 @@ WORLDS = {
 
 
 def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
-    """Prompts of a file, whose form its content decides, or those that ship (shapes:train|eval,
-    geneval:, ocr:, everyday:), or what a function of the user's gives (path/to/file.py:NAME), or
-    those of a dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
+    """Load prompts of a file, whose form its content decides; prompts that ship (shapes:train|eval,
+    geneval:, ocr:, everyday:); prompts from a function of the user's (path/to/file.py:NAME); or
+    prompts of a dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
 
     Forms of files: one prompt a line (plain.py), JSON, tables (texts.py), parquet, tar shards of
     webdataset; a row is {"prompt": ..., **meta}. "reference" is the path of an image, from the
     file's folder, that joins the prompt's group as one more scored member; conditions ("image",
-    "mask" ..., see flowrl/data/conditions.py) are arguments of the pipeline's call. columns: of a
-    table, those that are taken, by their names here; empty: all of them. A missing, empty,
+    "mask" ..., see flowrl/data/conditions.py) are arguments of the pipeline's call. columns: the
+    columns of a table that are taken, by their names here; empty: all of them. A missing, empty,
     non-UTF-8 or malformed file -> ValueError that names the file and the line or byte.
     """
     if source.partition(":")[0] in WORLDS:
@@ -82,7 +82,7 @@ def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBa
     An epoch is a shuffle by (seed, epoch) cut into whole batches. It depends on the arguments
     alone, so a resumed run continues with the prompts it would have seen. No prompt is twice in a
     batch; the remainder of an epoch, another one each time, is left out. ids are places in
-    `prompts`. More than there are -> ValueError.
+    `prompts`. A size above the number of prompts -> ValueError.
     """
     if size > len(prompts):
         raise ValueError(

@@ -25,7 +25,7 @@ OWN_LISTS = (
     "metadata.jsonl",
     "metadata.csv",
     "metadata.parquet",
-)  # of a folder, the first that is there
+)  # lists of a folder: the first that exists is read
 # keys of a line that are not meta
 RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")
 
@@ -34,9 +34,9 @@ RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")
 class Sample:
     """A file and the prompt that it is judged by."""
 
-    path: Path  # of the image, or of the video
-    prompt: str  # what it is judged by
-    meta: dict[str, Any]  # what rewards may read of the prompt
+    path: Path  # path of the image or video
+    prompt: str  # text by which the file is judged
+    meta: dict[str, Any]  # values that rewards may read beside the prompt
 
 
 def collect(
@@ -49,10 +49,11 @@ def collect(
 ) -> list[Sample]:
     """Find the prompt of each image; a folder stands for every image below it, sorted by path.
 
-    suffixes: of what counts as an image; MEDIA_SUFFIXES: videos too. prompt: of all images.
-    prompts: a list (see tables.py); "file" is a path from its folder, or a bare name; an image may
-    have several lines. columns: of the list, as in `load_prompts`. With neither, each folder's own
-    list is read, the first of OWN_LISTS ("file_name" is read as "file"); its lines are the samples.
+    suffixes: endings that count as images; MEDIA_SUFFIXES: videos too. prompt: the prompt of all
+    images. prompts: a list (see tables.py); "file" is a path from its folder, or a bare name; an
+    image may have several lines. columns: columns of the list, as in `load_prompts`. With neither
+    prompt nor prompts, each folder's own list is read, the first of OWN_LISTS ("file_name" is read
+    as "file"); its lines are the samples.
     An image without a prompt, given twice for one, or sharing a line with another -> ValueError.
     """
     # the options exclude each other: a sample has one prompt
@@ -120,7 +121,7 @@ def read_list(
     """Read a list -> (where, entry) of each line, every entry with a "file" and a "prompt".
 
     contained: a "file" that leaves the list's folder, also by a link, is refused, because a list
-    that comes with a folder was often written by somebody else. What is wrong -> ValueError that
+    that comes with a folder was often written by somebody else. A wrong line -> ValueError that
     names file and line.
     """
     out = []
@@ -149,7 +150,7 @@ def _inside(folder: Path, file: str) -> bool:
 
 
 def meta_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line says beside the file, its prompt and its scores."""
+    """The values of a line beside its file, its prompt and its scores."""
     return {key: value for key, value in entry.items() if key not in RESERVED}
 
 

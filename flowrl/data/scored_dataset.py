@@ -16,25 +16,25 @@ from flowrl.runtime.paths import located, nearby
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch
 
-LARGEST = 3.4e38  # of fp32
+LARGEST = 3.4e38  # largest number in fp32, rounded down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredImage:
     """One scored image."""
 
-    path: Path  # where it is
-    file: str  # as the list names it, which stays the same wherever the folder lies
+    path: Path  # path of the file
+    file: str  # name in the list, which stays the same wherever the folder lies
     total: float  # weighted sum of the scores, finite
-    scores: dict[str, float]  # by reward; NaN where one of weight 0 failed
+    scores: dict[str, float]  # reward -> score; NaN where a reward of weight 0 failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
     """A scored folder, sorted by prompt."""
 
-    prompts: Prompts  # distinct texts, with what all lines of a text agree on
-    items: list[list[ScoredImage]]  # of each prompt
+    prompts: Prompts  # distinct texts, with the meta on which all lines of a text agree
+    items: list[list[ScoredImage]]  # scored images of each prompt
     weights: dict[str, float]  # reward -> its weight in every total
 
     @property
@@ -52,7 +52,8 @@ def load(folder: str | Path) -> Dataset:
     """Read FOLDER/scores.jsonl, which names files in the folder, or the .jsonl list given, whose
     files may be anywhere.
 
-    A prompt's meta is what all its lines agree on. A list without "scores" has one, "total", of
+    A prompt's meta holds the values on which all its lines agree. A list without "scores" has one,
+    "total", of
     weight 1. A missing list or image, a broken or repeated line, a number that is not finite, or
     other rewards than in the first line -> ValueError that names file and line.
     """
@@ -148,8 +149,8 @@ def gather(
 ) -> list[list[ScoredImage]]:
     """Draw `group` items of each prompt without replacement; all of them where there are fewer.
 
-    A function of (seed, iteration, prompt id) and of the prompt's items: ids are places in
-    dataset.prompts.
+    The draw is a function of (seed, iteration, prompt id) and of the prompt's items: ids are places
+    in dataset.prompts.
     """
     drawn = []
     for i in batch.ids.tolist():

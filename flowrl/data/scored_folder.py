@@ -31,13 +31,13 @@ class ScoredSample:
     """A sample with its scores."""
 
     sample: Sample  # file and prompt
-    scores: dict[str, float]  # raw, by reward; NaN where one of weight 0 failed
-    total: float  # their weighted sum, which is finite
+    scores: dict[str, float]  # reward -> raw score; NaN where a reward of weight 0 failed
+    total: float  # weighted sum of the scores, which is finite
 
 
 def keep_top(scored: Sequence[ScoredSample], top: int | Fraction) -> list[ScoredSample]:
     """Keep the `top` best of each prompt by total, in their order, or that share of them, rounded
-    down; at least one. Of equal ones the earlier is kept."""
+    down; at least one. The earlier one of equals is kept."""
     of_prompt: dict[str, list[int]] = defaultdict(list)
     for place, item in enumerate(scored):
         of_prompt[item.sample.prompt].append(place)
@@ -67,8 +67,8 @@ def parse_keep(text: str) -> int | Fraction:
 
 
 def check_target(target: Path, samples: Sequence[Sample]) -> None:
-    """ValueError unless `write` can put its list there: it replaces no list, and does not mix
-    copies with their originals."""
+    """Raise ValueError unless `write` can put its list there: it replaces no list, and does not
+    mix copies with their originals."""
     path = list_of(target)
     if path.exists():
         raise ValueError(f"{path} exists; choose another place for -o, or remove it")
@@ -129,7 +129,8 @@ def _copy(paths: Sequence[Path], folder: Path) -> list[Path]:
     A \\ in a name would part folders on Windows, and becomes _.
     """
     disk.clean(folder)
-    copies: dict[str, Path] = {}  # by lower-case name: file systems differ in whether case matters
+    # lower-case name of a copy -> its original; some file systems ignore case
+    copies: dict[str, Path] = {}
     out = []
     for path in paths:
         stem, number = path.stem.replace("\\", "_"), 1

@@ -16,18 +16,19 @@ class PictureCell:
     """A cell that holds a picture, or a list of them."""
 
     where: str  # the row, as "edits.parquet, row 3"
-    column: str  # its name
+    column: str  # name of the column
     version: str  # a hash that changes with the table
-    folder: Path  # where paths without bytes begin
-    cell: Callable[[], Any] = field(compare=False, repr=False)  # -> {"bytes", "path"}, or a list
+    folder: Path  # folder from which paths without bytes lead
+    # reads the cell: {"bytes", "path"}, or a list of these
+    cell: Callable[[], Any] = field(compare=False, repr=False)
 
     def picture(self, alpha: bool = False) -> Any:
-        """Decode the picture as it is seen; alpha: see media.read_picture. What cannot be read ->
-        ValueError that names it."""
+        """Decode the picture as it is seen; alpha: see media.read_picture. A picture that cannot be
+        read -> ValueError that names it."""
         return self._decoded(self.cell(), alpha)
 
     def tobytes(self) -> bytes:
-        """What stands for it in the identity of a run."""
+        """Bytes that stand for the picture in the identity of a run."""
         return f"{self.version} {self.where} {self.column}".encode()
 
     def _decoded(self, cell: Any, alpha: bool) -> Any:

@@ -2,8 +2,9 @@
 
 An entry is {"file", "prompt", **meta}, with "scores", "weights" and "total" where it was scored. In
 .jsonl it is a line of JSON. In .csv and .parquet "scores" and "weights" are a column for each
-reward (scores.jpeg, weights.jpeg), and what else is no text is JSON; the same entry comes back from
-each of the three. What else a list may be is in texts.py.
+reward (scores.jpeg, weights.jpeg), and other values that are no text are JSON; the same entry comes
+back
+from each of the three. texts.py reads other forms of lists.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from flowrl.runtime.store import files as disk
 Entry = dict[str, Any]
 
 NOTHING: Columns = MappingProxyType({})
-SUFFIXES = (".jsonl", ".csv", ".parquet")  # that are written
+SUFFIXES = (".jsonl", ".csv", ".parquet")  # endings of lists that can be written
 PLAIN = ("file", "file_name", "prompt")  # columns of text, which is never read as JSON
 NESTED = ("scores", "weights")
-NUMBERS = ("total", *(f"{name}." for name in NESTED))  # beginnings of columns of numbers
+# beginnings of the names of columns of numbers
+NUMBERS = ("total", *(f"{name}." for name in NESTED))
 
 
 def is_table(source: str) -> bool:
@@ -130,7 +132,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Entry]]:
         file = pa.parquet.ParquetFile(path)
         fields = list(file.schema_arrow)
         pictures = {field.name for field in fields if _is_picture(field.type)}
-        # of pictures the paths alone: they tell which cells are empty
+        # only the paths of pictures are read: they tell which cells are empty
         leaves = [f"{f.name}.path" if f.name in pictures else f.name for f in fields]
         rows = file.read(columns=leaves).to_pylist()
     except (pa.ArrowException, OSError) as error:

@@ -1,6 +1,6 @@
-"""Text files of prompts, by what they hold: JSON, a table with a header, or one prompt a line.
+"""Text files of prompts, read by their content: JSON, a table with a header, or one prompt a line.
 
-JSON is any number of documents, as one a line: records, texts, lists of them, or columns
+JSON is any number of documents, for example one a line: records, texts, lists of them, or columns
 {"prompt": [...]}. Cells of a table stand between tabs, commas, semicolons or bars. A file's name
 decides where its content does not: a .jsonl that is broken is no plain text.
 """
@@ -19,12 +19,13 @@ from flowrl.data import plain
 from flowrl.data.entries import LIKELY
 
 Form = Literal["json", "table", "plain"]
-Row = tuple[str, Any]  # where, what stands there
+Row = tuple[str, Any]  # (where the row is, its content)
 JSON, TABLES = (".json", ".jsonl", ".ndjson"), (".csv", ".tsv", ".tab")
-MARKS = "\t,;|"  # between the cells of a table
+MARKS = "\t,;|"  # marks between the cells of a table
 SPACE = re.compile(r"\s*")
-LOOKED_AT = 20  # lines of a file that is not called a table
-csv.field_size_limit(2**31 - 1)  # of a cell; the default, 128 KiB, is less than a checklist
+LOOKED_AT = 20  # lines that decide whether a file is a table, if its ending does not
+# most bytes of a cell; the default, 128 KiB, is less than a checklist takes
+csv.field_size_limit(2**31 - 1)
 
 
 def rows(content: str, path: Path, wanted: Collection[str] = ()) -> tuple[Form, Iterable[Row]]:
@@ -37,8 +38,7 @@ def rows(content: str, path: Path, wanted: Collection[str] = ()) -> tuple[Form, 
 
 
 def _json(content: str, path: Path) -> list[Row] | None:
-    """Read rows of JSON documents; None where the content is no JSON, and the file is not called
-    so."""
+    """Read rows of JSON documents; None where neither the content nor the file's name is JSON."""
     called, content = path.suffix.lower() in JSON, content.rstrip()
     if not called and content.lstrip()[:1] not in ("{", "["):
         return None
@@ -78,8 +78,8 @@ def _record(row: Any) -> Any:
 def _mark(content: str, path: Path, wanted: Collection[str]) -> str | None:
     """Find what stands between the cells of a table; None where the content is no table.
 
-    Its first line names a column of prompts, and where the file is not called a table, the next
-    lines have as many cells.
+    Its first line names a column of prompts; if the file's ending is not a table's, the next lines
+    must have as many cells.
     """
     lines, called = content.lstrip().split("\n", LOOKED_AT)[:LOOKED_AT], path.suffix in TABLES
     known = {*LIKELY, "file", "file_name", *(name.casefold() for name in wanted)}

@@ -1,4 +1,4 @@
-"""What checklists said about the pictures that an evaluation shows."""
+"""Answers of checklists about the pictures that an evaluation shows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def answers_about(
     which: Sequence[int],
     shown: Mapping[int, int],
 ) -> Answers:
-    """Keep what checklists have just answered about pictures (n, ...) of prompts[i] for i in
-    `which`.
+    """Keep the newest answers of checklists about pictures (n, ...) of prompts[i] for i in `which`.
 
     The form is that of a row of evaluation.json. shown: row -> number of the image, for those that
     are kept. No question is asked again; of a chunk in which a check broke down nothing is kept.

@@ -37,19 +37,19 @@ from flowrl.types import Solver
 
 SHOWN = 16  # images kept for the before/after grid
 CHUNK = 256  # images sampled at a time
-RECORDED = ("guidance", "steps", "solver", "rlg", "seed")  # what a row says of its sampling
-NOTHING: Mapping[str, Any] = {}  # no features
+RECORDED = ("guidance", "steps", "solver", "rlg", "seed")  # settings of sampling that a row records
+NOTHING: Mapping[str, Any] = {}  # no features are computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What n images of one setting were found to be."""
+    """Readings of n images that were sampled in one setting."""
 
-    values: dict[str, Tensor]  # name -> (n,) fp32 on the CPU, NaN where it failed
-    prompt: list[int]  # (n,), places in the held-out prompts
-    images: Tensor  # (k, *D), media of the images of `spread_rows`
+    values: dict[str, Tensor]  # reading -> (n,) fp32 on the CPU, NaN where scoring failed
+    prompt: list[int]  # (n,) place of each image's prompt among the held-out prompts
+    images: Tensor  # (k, *D) media of the images that `spread_rows` chooses
     nfe: int  # network rows an image, guidance branches included
-    answers: Answers = field(default_factory=dict)  # of checklists, about `images`
+    answers: Answers = field(default_factory=dict)  # answers of checklists about `images`
 
     def mean(self, name: str) -> float:
         return self.values[name].nanmean().item()
@@ -73,38 +73,38 @@ class Evaluation:
 class Sampling:
     """How evaluation samples."""
 
-    steps: int  # ODE steps
-    guidance: float | str  # a scale, "none" or "pipeline"
-    solver: Solver = "euler"  # of the ODE
-    seed: int = 0  # of the noise
+    steps: int  # number of ODE steps
+    guidance: float | str  # scale of guidance, "none" or "pipeline"
+    solver: Solver = "euler"  # solver of the ODE
+    seed: int = 0  # seed of the noise
     rlg: float = 1.0  # weight of Reinforcement Learning Guidance (flowrl/rollouts/velocity.py)
     micro: int = 64  # most network rows in a forward
     decode: int = 32  # most images decoded and scored at once
-    # context of the sampling network; as in training, decoding and rewards run outside it
+    # context in which the network samples; decoding and rewards run outside it, as in training
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     world: World | Alone = ALONE  # the processes that share the samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What was found of n images that were sampled together."""
+    """Readings of n images that were sampled together."""
 
-    values: dict[str, Tensor]  # reading -> (n,) fp32 on the CPU, NaN where it failed
+    values: dict[str, Tensor]  # reading -> (n,) fp32 on the CPU, NaN if scoring failed
     vectors: dict[str, Tensor]  # feature -> (n, d) fp32 on the CPU
     kept: dict[int, Tensor]  # number of an image that is shown -> (*D) on the CPU
-    answers: Answers  # of checklists, about the images that are shown
-    calls: int  # network rows
+    answers: Answers  # answers of checklists about the images that are shown
+    calls: int  # network rows that sampling took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Samples prompts and scores what comes out."""
 
-    policy: Policy  # under the view that is active
-    prompts: Prompts  # that are sampled
-    rewards: RewardSet  # that score
-    how: Sampling  # steps, guidance and the like
-    ledger: Ledger  # books the time
+    policy: Policy  # policy that samples, under its active view
+    prompts: Prompts  # prompts that are sampled
+    rewards: RewardSet  # rewards that score
+    how: Sampling  # steps, guidance and other settings of sampling
+    ledger: Ledger  # ledger that books the time
 
     @torch.no_grad()
     def scored(
@@ -169,7 +169,7 @@ class Evaluator:
         """Evaluate `images` images, prompt i % P for image i; each process makes a part of them."""
         world = self.how.world
         which = [i % len(self.prompts) for i in range(images)]
-        # equal prompts together: each is encoded once
+        # equal prompts lie side by side, so that each is encoded once
         order = sorted(range(images), key=lambda i: which[i])
         own = order[images * world.rank // world.size : images * (world.rank + 1) // world.size]
         chunks = [own[start : start + CHUNK] for start in range(0, len(own), CHUNK)]

@@ -1,5 +1,5 @@
-"""The averaged weights of a finished or stopped run on held-out prompts, beside what it measured
-itself."""
+"""Evaluates the averaged weights of a finished or stopped run on held-out prompts, and adds the
+result to the run's own."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate the newest checkpoint of a run -> evaluation.json with one row more.
 
-    images, steps, guidance, seed, rlg: as the run did, where None. policy, rewards, prompts: the
-    live objects of the run, as flowrl.train took them; of prompts the held-out ones, a list or
-    under "eval". A policy is loaded with the run's weights. into: the folder for the results, by
-    default the run, whose report is written again.
-    world: the processes that share the samples. What does not fit, or was live and is not passed
-    -> ValueError.
+    images, steps, guidance, seed, rlg: None takes the run's own. policy, rewards, prompts: the live
+    objects of the run, as flowrl.train took them; prompts are the held-out ones, a list or under
+    "eval". A policy is loaded with the run's weights. into: the folder for the results, by default
+    the run, whose report is written again. world: the processes that share the samples. An object
+    that does not fit, or was live and is not passed -> ValueError.
     """
     run, into = Path(run), Path(run) if into is None else into
     live = held_out_of(policy=policy, rewards=rewards, prompts=prompts)
     cfg, tuned, chosen, held_out = load_run(run, live)
-    run_folder.read(run)  # its files are readable, before time is spent
+    run_folder.read(run)  # raises an error about broken files before time is spent
     how = settings_of(cfg, guidance=guidance, steps=steps, seed=seed, rlg=rlg)
     tuned.branches(how["guidance"])
     result = evaluate(

@@ -24,9 +24,9 @@ from flowrl.runtime.statistics import mean_interval, paired_bootstrap
 from flowrl.runtime.store import files
 from flowrl.runtime.store.run_folder import EVALUATION, read_evaluation
 
-# what NumPy raises of a file that was cut off or changed
+# errors that NumPy raises about a file that was cut off or changed
 TORN = (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
-Verdicts = list[bool | None]  # right or wrong; None: not known
+Verdicts = list[bool | None]  # whether each image is right; None: not known
 
 
 def shown_prompts(prompts: Prompts, images: int) -> list[str]:
@@ -131,7 +131,7 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) 
     are."""
     captions = shown_prompts(prompts, len(evaluation.prompt))
     media, kind = evaluation.images, media_kind(evaluation.images.shape)
-    if kind == "videos":  # their middle frame
+    if kind == "videos":  # videos are shown by their middle frame
         media = media[:, media.shape[1] // 2]
     stem = run / "samples" / name.replace(", ", "_").replace(" ", "_")
     if drawn := grids.drawable(media):

@@ -1,8 +1,8 @@
 """Answers of checklists in report.html, folded: those about a few pictures, which evaluations keep.
 
-A row's "answers" are {label of the checklist: [{"image": number, "prompt": text, "said": what
-Checklist.told gives}, ...]}. Rows of one evaluation show the same images, so a table has a column
-a row.
+A row's "answers" are {label of the checklist: [{"image": number, "prompt": text, "said": result of
+Checklist.told}, ...]}. Rows of one evaluation show the same images, so a table has one column for
+each row.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from flowrl.report.render import render
 
-Entry = Mapping[str, Any]  # image, prompt, said
+Entry = Mapping[str, Any]  # {"image", "prompt", "said"} of one picture
 Answers = dict[str, list[dict[str, Any]]]
 
 
@@ -35,7 +35,8 @@ def _images(columns: Mapping[str, Sequence[Entry]]) -> list[tuple[Any, ...]]:
 
     Where rows asked different questions about one image, it stands there once for each list.
     """
-    asked: dict[tuple[Any, ...], dict[str, Any]] = {}  # image, prompt, questions -> name -> said
+    # (image, prompt, *questions) -> name of a row -> its answers
+    asked: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, entries in columns.items():
         for entry in entries:
             questions = [question["question"] for question in entry["said"]]

@@ -24,10 +24,10 @@ DOTTED = 30  # most points with a dot each; longer curves are noisy and get an a
 class Scale:
     """A straight axis."""
 
-    low: float  # the number that lies at `start`
-    high: float  # the number that lies at `end`
-    start: float  # pixels
-    end: float  # pixels
+    low: float  # number that lies at `start`
+    high: float  # number that lies at `end`
+    start: float  # pixel at which the axis starts
+    end: float  # pixel at which the axis ends
 
     def __call__(self, value: float) -> float:
         """The pixel of a number; the middle where all numbers are equal."""
@@ -39,11 +39,11 @@ class Scale:
 class Curve:
     """One curve of a chart."""
 
-    name: str  # in the legend
-    colour: int  # from 0 to COLOURS - 1
-    points: Points  # in numbers, not pixels
-    texts: Sequence[str]  # what each point shows on hover
-    average: Points = ()  # drawn in place of the points, which become faint
+    name: str  # name in the legend
+    colour: int  # number of the colour, from 0 to COLOURS - 1
+    points: Points  # points in units of the data, not in pixels
+    texts: Sequence[str]  # text that each point shows on hover
+    average: Points = ()  # average that is drawn as the curve, while the points become faint
     dots: bool = False  # whether each point is drawn
 
 
@@ -87,7 +87,7 @@ def against_chart(
     """Draw curves over iterations, each from its own lowest to its own highest value, which the
     legend shows; marks: (iteration, text) of vertical lines. "" unless every curve has a finite
     value."""
-    # one axis for all of them would flatten the curve with the smaller range
+    # each curve has an axis of its own: a common one would flatten the curve with the smaller range
     finite = {k: thin([(x, y) for x, y in p if math.isfinite(y)]) for k, p in curves.items()}
     if not all(finite.values()):
         return Markup()
@@ -224,7 +224,8 @@ def tick_text(value: float, all_ticks: Sequence[float]) -> str:
     if not 1e-7 <= step < 1e5:
         return number(value)
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    digits += abs(round(step * 10**digits) - step * 10**digits) > 1e-6  # steps of 2.5
+    # steps of 2.5 need one digit more
+    digits += abs(round(step * 10**digits) - step * 10**digits) > 1e-6
     return f"{value + 0.0:,.{digits}f}"
 
 

@@ -18,7 +18,7 @@ from flowrl.report import plots
 from flowrl.runtime.text import printable
 
 INK, FAINT, PAPER = (31, 35, 40), (110, 118, 129), (255, 255, 255)
-ACCEPTED, REFUSED = (26, 158, 92), (214, 69, 65)  # edges by the verdict of a verifier
+ACCEPTED, REFUSED = (26, 158, 92), (214, 69, 65)  # colours of edges, by the verdict of a verifier
 PAD = 8  # pixels between pictures
 GAP = 24  # pixels between pairs
 ELLIPSIS, JOINER = "...", "\u200d"
@@ -31,8 +31,8 @@ class Layout:
     """Equal cells in rows. Pairs are (x, y) in pixels."""
 
     columns: int  # cells in a row
-    corner: tuple[int, int]  # of the first cell
-    step: tuple[int, int]  # from a cell to the next
+    corner: tuple[int, int]  # corner of the first cell
+    step: tuple[int, int]  # distance from a cell to the next
 
     def place(self, i: int) -> tuple[int, int]:
         """The corner of cell i."""
@@ -61,8 +61,9 @@ def grid(
 ) -> Image.Image:
     """Put B images on a contact sheet, a caption under each.
 
-    media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown, or what else is
-    `drawable`. cell: pixels a side of one picture; whole-number enlargements keep small pictures
+    media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown, or other media that
+    are `drawable`. cell: pixels a side of one picture; whole-number enlargements keep small
+    pictures
     crisp.
     """
     pictures = _pictures(media, cell)
@@ -92,7 +93,8 @@ def before_after(
 ) -> Image.Image:
     """Put pairs side by side (same prompt, same noise), labelled, with the prompt under each pair.
 
-    before, after: (B, 3, H, W), or what else is `drawable`, on one scale. verdicts: of both sides;
+    before, after: (B, 3, H, W), or other media that are `drawable`, on one scale. verdicts: those
+    of both sides;
     True and False draw a green or red edge.
     """
     count = len(before)
@@ -103,7 +105,7 @@ def before_after(
     sides = both[:count], both[count:]
     for marks in verdicts or ():
         _check_lengths(count, verdicts=marks)
-    # a row of labels, then pairs with their prompt
+    # the sheet has a row of labels, then pairs with their prompts
     font = _font(cell)
     step = 2 * cell + PAD + GAP, cell + _caption_height(2 * cell, prompts) + PAD
     layout = Layout(columns=min(columns, count), corner=(GAP, _line_height(font) + 7), step=step)
@@ -186,7 +188,8 @@ def _lines(text: str, width: int, font: FreeTypeFont) -> list[str]:
 
     Lines end at spaces, or inside a word that is longer than a line.
     """
-    text = printable(text, max(width, len(ELLIPSIS)))  # a letter is at least a pixel wide
+    # a letter is at least a pixel wide, so no more letters fit
+    text = printable(text, max(width, len(ELLIPSIS)))
     first = _fitting(text, width, font)
     if first == text:
         return [text]

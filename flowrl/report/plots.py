@@ -1,7 +1,7 @@
 """Small drawings of media that are no pictures: a path (T, 2) in the plane, and a motion (T, D) as
 D curves over T.
 
-Drawn with Pillow, as grids are: reports need no plotting library.
+Pillow draws them, as it draws grids: reports need no plotting library.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ COLOURS = (
     (137, 87, 229),
     (16, 150, 160),
 )
-MOST = 100  # curves of a motion
-FINER = 3  # drawn this much larger and reduced: smooth lines
-MARGIN = 0.08  # of a side
+MOST = 100  # most curves of a motion
+FINER = 3  # factor by which drawings are larger before they are reduced, which smooths lines
+MARGIN = 0.08  # empty share of a side at each edge
 
 
 def drawable(shape: Sequence[int]) -> bool:
@@ -34,14 +34,14 @@ def drawable(shape: Sequence[int]) -> bool:
 def drawings(media: Tensor, cell: int) -> list[Image.Image]:
     """Draw media (n, T, D) -> n drawings of cell x cell pixels, all on one scale.
 
-    Of a path the start is grey and the end is filled. Values that are not finite are left out.
+    The start of a path is grey and its end is filled. Values that are not finite are left out.
     """
     values = media.detach().double().cpu()
     points = values if values.shape[2] == 2 else _over_time(values)  # (n, lines, T, 2) or (n, T, 2)
     lines = points[:, None] if points.ndim == 3 else points
     low, span = _scale(lines, equal=points.ndim == 3)
     unit = (lines - low) / span * (1 - 2 * MARGIN) + MARGIN
-    unit[..., 1] = 1 - unit[..., 1]  # up is up
+    unit[..., 1] = 1 - unit[..., 1]  # pixels count downwards, and values grow upwards
     return [_drawn(sample, cell, ends=points.ndim == 3) for sample in unit]
 
 

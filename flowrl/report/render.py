@@ -23,7 +23,7 @@ TEMPLATES = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.filters["px"] = "{:.1f}".format  # pixels
+TEMPLATES.filters["px"] = "{:.1f}".format  # writes a number of pixels
 
 
 def render(template: str, **values: Any) -> Markup:

@@ -1,6 +1,6 @@
 """report.html: one file that shows what a run did, readable without a network and without flowrl.
 
-Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, history.jsonl,
+It reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, history.jsonl,
 samples/, suites/). A missing piece leaves a sentence in its place; only a folder without a run is
 an error. This file prepares the values; the markup is in templates/run.html.
 """
@@ -36,15 +36,16 @@ from flowrl.runtime.store.run_folder import RunFolder, environment, read, read_p
 from flowrl.runtime.store.side_files import EDITED, shortened
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
-Rows = Sequence[dict[str, Any]]  # of evaluation.json
+Rows = Sequence[dict[str, Any]]  # rows of evaluation.json
 
 CURVES = {  # heading -> prefixes of metrics.jsonl
     "Reward": ("reward/",),
     "Held-out evaluation": ("eval/",),
     "Policy": ("policy/", "loss"),
 }
-PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # how a whole file begins and ends
-NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")  # endings of sums, work and shares
+PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # first and last bytes of a whole PNG file
+# endings of metrics that are no phases: sums, work and shares
+NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")
 
 
 def build(run_path: str | Path, output: Path | None = None) -> Path:
@@ -110,7 +111,7 @@ def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _name_of(key: str, value: Any) -> str | None:
-    """What a group of settings is called; rewards are called by their labels."""
+    """Name of a group of settings; rewards have their labels as names."""
     labels = None
     if isinstance(value, dict):
         labels = ", ".join(map(str, value)) if key == "reward" else None
@@ -192,7 +193,7 @@ def _task_lines(columns: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def _pictures(samples: Path) -> dict[str, str]:
-    """Name -> PNG in base64: pairs of before and after, or what there is of the two alone."""
+    """Name -> PNG in base64: pairs of before and after, or the one of the two that exists."""
     for names in (["before_after"], ["before", "after"]):
         found = {name: png for name in names if (png := _png(samples / f"{name}.png"))}
         if found:
@@ -208,7 +209,7 @@ def _arrays(samples: Path) -> list[str]:
 
 
 def _png(path: Path) -> bytes:
-    """Read a file that can be shown as a picture; b"" of another one."""
+    """Read a file that can be shown as a picture; b"" for any other file."""
     data = path.read_bytes() if path.is_file() else b""
     return data if data.startswith(PNG) and data.endswith(PNG_END) else b""
 
@@ -305,6 +306,6 @@ def _command_again(run: RunFolder, settings: dict[str, Any]) -> str:
     """The command that trains the same again, into another folder, from where this run was
     started."""
     folder = Path(str(settings.get("output") or f"runs/{run.path.name}"))
-    if run.path.parts[-len(folder.parts) :] != folder.parts:  # the run was moved
+    if run.path.parts[-len(folder.parts) :] != folder.parts:  # the run folder was moved
         folder = run.path
     return shlex.join(["flowrl", "train", str(folder / "config.yaml"), f"output={folder}-again"])

@@ -1,4 +1,4 @@
-"""What evaluation suites found, as lines of text, and as a section of report.html. terminal.py
+"""Results of evaluation suites, as lines of text and as a section of report.html. terminal.py
 prints the same lines."""
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from flowrl.report.render import render
 from flowrl.runtime.store import side_files
 from flowrl.runtime.text import printable
 
-Record = Mapping[str, Any]  # of one suite on one run
-Lines = list[list[str]]  # the first column holds names
+Record = Mapping[str, Any]  # record of one suite on one run
+Lines = list[list[str]]  # lines of cells, whose first column holds names
 
-SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes of best-of-N in tables
+SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes N of the best-of-N curve that tables show
 
 
 def section(run: Path) -> Markup:
@@ -82,7 +82,7 @@ def heads(record: Record) -> list[str]:
 
 def _guidance(row: Mapping[str, Any]) -> str:
     own = "no guidance" if row["guidance"] == "none" else f"guidance {row['guidance']}"
-    w = row.get("rlg", 1.0)  # earlier versions kept none
+    w = row.get("rlg", 1.0)  # records of earlier versions have no rlg
     return own if w == 1 else f"{own}, rlg {w:g}"
 
 

@@ -41,7 +41,7 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
 
 
 def _same(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What all rows have in common, which the title says."""
+    """Settings that all rows have in common, which the title says."""
     return [
         f"{rows[0][key]} {key}"
         for key in ("images", "steps")
@@ -50,7 +50,7 @@ def _same(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def suite_tables(record: suite_page.Record) -> list[Table | str]:
-    """What `flowrl evaluate --suite` prints for a run: tables, then sentences."""
+    """Tables, then sentences, that `flowrl evaluate --suite` prints for a run."""
     suite, metric, heads = record["suite"], suite_page.headline(record), suite_page.heads(record)
     setting = f"{record['prompts']} prompts x {suite['images']}, {record['steps']} steps"
     title = f"{suite['title']}: {setting}, {record['run']}"

@@ -10,7 +10,8 @@ from markupsafe import Markup
 
 from flowrl.report.charts import Points, against_chart, line_chart
 
-OF_THE_PEAK = ("held_out", "best", "peak", "below", "past_peak", "rate")  # no detectors
+# names that are no detectors
+OF_THE_PEAK = ("held_out", "best", "peak", "below", "past_peak", "rate")
 
 
 def against(metrics: Sequence[dict[str, Any]], peak: dict[str, Any]) -> Markup:

@@ -1,6 +1,7 @@
-"""How much of a suite was trained on: equal prompts, near duplicates, runs of shared words.
+"""Counts prompts of a suite that were trained on: equal ones, near duplicates, runs of shared
+words.
 
-Imports nothing of ours.
+This file imports nothing of flowrl.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 GRAM = 8  # words in a row that count as copied
-NEAR = (4, 5)  # a fraction: the Jaccard index of words from which prompts are near duplicates
+NEAR = (4, 5)  # fraction 4/5: Jaccard index of words from which on prompts are near duplicates
 
 
 def contamination(training: Iterable[str], suite: Iterable[str]) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def contamination(training: Iterable[str], suite: Iterable[str]) -> dict[str, An
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Split a text into what is compared: its words in lower case, without marks.
+    """Split a text into the words that are compared, in lower case and without marks.
 
     >>> words("A  red circle, left-of 2 Ｂlue squares!")
     ('a', 'red', 'circle', 'left', 'of', '2', 'blue', 'squares')

@@ -1,6 +1,6 @@
 """Sampling and scoring for evaluation suites: every prompt several times, chunk by chunk.
 
-Pictures are dropped as soon as they are scored. What a chunk gave is kept in a journal, so an
+Pictures are dropped as soon as they are scored. A journal keeps the results of each chunk, so an
 evaluation that was stopped goes on where it was.
 """
 
@@ -34,8 +34,8 @@ from flowrl.samplers import keys
 from flowrl.types import MediaContext
 
 CHUNK = 256  # images sampled at a time; more only where one prompt has more
-THUMB = 16  # pixels a side of what diversity in pixels compares
-# begins the part of a checklist that is the share of yes to one dimension's questions
+THUMB = 16  # pixels a side of the thumbnails that diversity compares
+# beginning of the name of a checklist's part: share of yes to the questions of one dimension
 DIMENSION = "dimension/"
 
 Features = dict[str, Callable[[Tensor], Tensor]]
@@ -43,14 +43,14 @@ Features = dict[str, Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What is known of n images of each of P prompts that were sampled in one way."""
+    """Readings of n images of each of P prompts, all sampled in one way."""
 
-    values: dict[str, np.ndarray]  # reading -> (P, n), NaN where it failed
-    diversity: dict[str, np.ndarray]  # kind -> (P,), mean distance of a prompt's images
+    values: dict[str, np.ndarray]  # reading -> (P, n), NaN where scoring failed
+    diversity: dict[str, np.ndarray]  # kind -> (P,) mean distance of each prompt's images
     nfe: int  # network rows an image, guidance branches included
-    guidance: float | str = "none"  # as in `Sampling`
-    rlg: float = 1.0  # as in `Sampling`
-    # of checklists, about the first image of a few prompts; "image" is the prompt's place
+    guidance: float | str = "none"  # guidance, as in `Sampling`
+    rlg: float = 1.0  # weight of RLG, as in `Sampling`
+    # answers of checklists about the first image of a few prompts; "image" is the prompt's place
     answers: Answers = field(default_factory=dict)
 
 
@@ -79,7 +79,7 @@ def measure(
     known = world.from_main(journal.of(setting))
     left = [which for which in chunks if which.start not in known]
     with Progress(len(prompts), title=setting or "evaluate", show=world.main) as bar:
-        for start in range(0, len(left), world.size):  # a chunk for each process
+        for start in range(0, len(left), world.size):  # each process takes one chunk
             part, mine = None, left[start + world.rank :][:1]
             with world.all_or_none(RewardUnavailable):
                 part = _chunk(evaluator, mine[0], images, features) if mine else None
@@ -147,8 +147,8 @@ def _chunk(evaluator: Evaluator, which: range, images: int, features: Features) 
 
 
 def features_of(rewards: RewardSet, images: int) -> Features:
-    """Choose what distances between a prompt's images are measured on, media -> (n, d): thumbnails,
-    and embeddings of the first CLIP, if any."""
+    """Choose the features, media -> (n, d), on which distances between a prompt's images are
+    measured: thumbnails, and embeddings of the first CLIP, if any."""
     if images < 2:
         return {}
     out: Features = {"pixels": thumbnails}
@@ -189,7 +189,7 @@ class ByDimension(Checklist):
     parent's no zeroes any of them (DPG-Bench, UniGenBench)."""
 
     def __init__(self, loaded: Checklist):
-        self.__dict__.update(vars(loaded))  # shares its judge
+        self.__dict__.update(vars(loaded))  # shares the judge of the loaded checklist
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -224,13 +224,13 @@ def by_dimension(rewards: RewardSet) -> RewardSet:
 
 
 class MeasureJournal:
-    """What an evaluation has measured so far: a file with a line a chunk, after one with its key.
+    """Results of an evaluation so far: a file with one line a chunk, after a line with its key.
 
     Without a path nothing is kept. A line that was cut short is dropped.
     """
 
     def __init__(self, path: Path | None = None, key: str = "") -> None:
-        """key: what is measured and how; a file with another key is begun anew."""
+        """key: names what is measured and how; a file with another key is begun anew."""
         self.path, begun = path, {"key": key}
         self.rows: list[dict[str, Any]] = []
         if path is not None:

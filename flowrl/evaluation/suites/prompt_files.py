@@ -1,8 +1,8 @@
 """Prompt files of evaluation suites in the forms in which benchmarks publish them.
 
 Texts come from the user's disk or the hub; flowrl ships none of them, and flowrl.data.prompts reads
-them. Of a table the suite says what it is:
-* table: one prompt a line; `columns` names what is kept of it (DrawBench's sheet,
+them. The suite says of which form a table is:
+* table: one prompt a line; `columns` names the columns that are kept (DrawBench's sheet,
   PartiPrompts.tsv).
 * dpg: ELLA's dpg_bench.csv (arXiv:2403.05135), one question a line -> a checklist for each prompt,
   with parents. A question's dimension is its tuple before the bracket ("entity - whole"). Departure
@@ -99,7 +99,7 @@ def _from_hub(source: str, suite: str, origin: str) -> Path:
         found = hf_hub_download(name, file, repo_type="dataset", revision=revision)
         hub.note(f"{owner}/{repo}", dataset=True)
         return Path(found)
-    # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
+    # the hub's client raises many kinds: no network, no such repository, a gate, a full disk
     except Exception as error:
         raise ValueError(
             f'suite "{suite}" needs {file} of https://huggingface.co/datasets/{owner}/{repo}, which'
@@ -134,12 +134,12 @@ def _table(rows: Rows, columns: Mapping[str, str], path: Path) -> Prompts:
 class DpgQuestion:
     """A line of dpg_bench.csv."""
 
-    item: str  # which prompt it belongs to
-    text: str  # of the prompt
-    number: int  # among the prompt's questions, from 1
+    item: str  # id of the prompt to which it belongs
+    text: str  # text of the prompt
+    number: int  # number of the question among those of its prompt, from 1
     parents: set[int]  # numbers of the questions that it depends on
-    question: str  # what is asked
-    dimension: str  # what it is about, as "entity - whole"
+    question: str  # text of the question
+    dimension: str  # subject of the question, as "entity - whole"
 
 
 def _dpg(rows: Rows, path: Path) -> Prompts:
@@ -196,7 +196,7 @@ def _parents_first(wanted: dict[int, set[int]]) -> tuple[dict[int, int], dict[in
     left = dict(wanted)
     while left:
         ready = [n for n, parents in left.items() if not (parents & left.keys() - {n})]
-        if not ready:  # a circle: it is cut at its first question
+        if not ready:  # the parents form a circle, which is cut at its first question
             ready = list(left)[:1]
         for n in ready:
             place[n] = len(place)

@@ -35,21 +35,21 @@ from flowrl.runtime.store import checkpoint, files, run_folder
 FOLDER = "suites"
 # fields of a suite that change no measured value
 UNMEASURED = {"title", "origin", "metric", "aggregate", "scale"}
-Rows = dict[str, Measured]  # "base", "tuned" and the like
+Rows = dict[str, Measured]  # name of a row ("base", "tuned" ...) -> its readings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """What the command line changes; None: as the suite says."""
+    """Settings that the command line changes; None: the suite's own."""
 
-    images: int | None = None  # a prompt
-    best_of: int | None = None  # the longest best-of-N curve; None: of all images
-    count: int | None = None  # prompts, spread evenly over the file
-    steps: int | None = None  # ODE steps
-    guidance: float | str | None = None  # a scale, "none" or "pipeline"
-    rlg: float | None = None  # of the tuned row; None: as the run's own evaluation
-    seed: int = 0  # of the noise
-    prompts: str | None = None  # the prompt file
+    images: int | None = None  # images of each prompt
+    best_of: int | None = None  # largest N of the best-of-N curve; None: the number of images
+    count: int | None = None  # number of prompts, spread evenly over the file
+    steps: int | None = None  # number of ODE steps
+    guidance: float | str | None = None  # scale of guidance, "none" or "pipeline"
+    rlg: float | None = None  # weight of RLG in the tuned row; None: that of the run's evaluation
+    seed: int = 0  # seed of the noise
+    prompts: str | None = None  # source of the prompts
     rewards: Sequence[str] = ()  # settings of the suite's rewards, as words: see `with_rewards`
     held_out: Sequence[str] = ()  # further rewards to read, as words: see `with_rewards`
 
@@ -64,11 +64,11 @@ def evaluate_runs(
 ) -> list[dict[str, Any]]:
     """Evaluate runs on a suite and write suites/<name>.json of each -> the records.
 
-    into: run -> the folder for it, where that is not the run. world: the processes that share the
-    samples; only the main one's records are kept. What is wrong with suite, prompts,
-    rewards or runs -> ValueError before anything is sampled. Runs of one base model share its rows.
+    into: run -> the folder for its results, where that is not the run. world: the processes that
+    share the samples; only the main one's records are kept. A fault of the suite, prompts, rewards
+    or runs -> ValueError before anything is sampled. Runs of one base model share its rows.
     """
-    # all that can be wrong is read before time is spent on samples
+    # suite, configs, prompts and rewards are checked before time is spent on samples
     suite = _suite(name, options)
     options = replace(options, best_of=_longest_curve(options, suite))
     configs = [_config_of(run) for run in runs]
@@ -78,7 +78,7 @@ def evaluate_runs(
     records: list[dict[str, Any]] = []
     for run, cfg in zip(runs, configs, strict=True):
         records.append(_evaluate(run, into[run], cfg, task, options, known, world))
-    # the side effects of each run beside those of the others, once all are known
+    # the matrix compares the side effects of all runs, so it comes last
     if len(records) > 1:
         table = matrix(records)
         for run, record in zip(runs, records, strict=True):
@@ -117,9 +117,9 @@ def _evaluate(
     """Measure a run, and write its record, which is returned.
 
     place: folder of the record and its journal. known: rows of base models that were measured for
-    other runs, by what they depend on.
+    other runs, by a hash of all that they depend on.
     """
-    weights = build.newest_of(run)  # the run may go on and write another one
+    weights = build.newest_of(run)  # read once: the run may go on and write another checkpoint
     policy = build.load_tuned(cfg, weights)
     fixed = {key: getattr(task.suite, key) for key in ("steps", "guidance", "solver")}
     how = settings_of(cfg, **fixed, seed=options.seed, rlg=options.rlg)
@@ -127,7 +127,7 @@ def _evaluate(
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     guidances = [sampling.guidance, baseline or "none"]
     for guidance in guidances:
-        policy.branches(guidance)  # one that the model does not know is refused here
+        policy.branches(guidance)  # raises ValueError for guidance that the model does not know
     for sentence in policy.unread(guidances, task.prompts[0]):
         logger.warning(sentence)
     key = _key(task, cfg, sampling, baseline)
@@ -156,7 +156,7 @@ def _evaluate(
 
 
 def _about(run: Path, cfg: Config, task: Task, record: dict[str, Any]) -> dict[str, Any]:
-    """What to know of a record: when held-out rewards peaked, what was copied, and warnings."""
+    """Notes on a record: when held-out rewards peaked, which prompts were copied, and warnings."""
     held_out = peaks(run_folder.read(run), _labels(cfg, record["trained"]), cfg.eval.guidance)
     counts, problem = _contamination(cfg, task)
     warnings = [*_warnings(task, record, counts), *([problem] if problem else [])]
@@ -167,7 +167,7 @@ def _about(run: Path, cfg: Config, task: Task, record: dict[str, Any]) -> dict[s
 
 def _config_of(run: Path) -> Config:
     path = run_folder.config_file(run)
-    for note in run_folder.read(run).notes:  # its other files are read before time is spent
+    for note in run_folder.read(run).notes:  # the run's other files are read before time is spent
         logger.warning(note)
     checkpoint.latest(run)
     return read_config(path)
@@ -291,7 +291,7 @@ def _training_prompts(cfg: Config) -> Prompts:
 
 
 def _warnings(task: Task, record: dict[str, Any], copied: dict[str, Any] | None) -> list[str]:
-    """What to know before the numbers are trusted."""
+    """Warnings that a reader should know before trusting the numbers."""
     names = [str((entry or {}).get("name", label)) for label, entry in task.suite.held_out.items()]
     out = [
         f'{record["run"]} was trained on the reward "{name}", so in suite "{task.name}" it is not'

@@ -32,18 +32,18 @@ RESAMPLES = 2000
 class Design:
     """How prompts are resampled."""
 
-    cluster: np.ndarray  # (P,), the number of each prompt's cluster
-    clusters: int  # C, how many there are
-    resample: Resample  # draws clusters
+    cluster: np.ndarray  # (P,) number of each prompt's cluster
+    clusters: int  # C, number of clusters
+    resample: Resample  # function that draws clusters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
     """Values summed up by cluster and by category."""
 
-    names: list[str]  # (K,), of the categories
-    total: np.ndarray  # (C, K), sums of values
-    count: np.ndarray  # (C, K), numbers of values
+    names: list[str]  # (K,) names of the categories
+    total: np.ndarray  # (C, K) sums of values
+    count: np.ndarray  # (C, K) numbers of values
 
     def only(self, name: str) -> Cells:
         """One category alone."""
@@ -58,7 +58,7 @@ class Cells:
 
     @property
     def values(self) -> int:
-        """How many there are."""
+        """How many values there are."""
         return int(round(self.count.sum()))
 
     @property
@@ -104,7 +104,7 @@ def statistic(data: Cells, resample: Resample, rule: Rule) -> np.ndarray:
     if rule == "mean":
         return ratio(total.sum(1), count.sum(1))
     means = ratio(total, count)
-    # a resample may have missed a category, the benchmark itself must not
+    # a resample may lack a category, and is the mean of the others; the benchmark itself must not
     return means.mean(1) if len(means) == 1 else _nanmean(means)
 
 
@@ -139,7 +139,7 @@ def difference(
 
 
 def common(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Leave out of both sides what is missing in either."""
+    """Leave out of both sides the values that are missing in either."""
     missing = np.isnan(before) | np.isnan(after)
     return np.where(missing, np.nan, before), np.where(missing, np.nan, after)
 
@@ -160,8 +160,8 @@ def best_of(values: np.ndarray, most: int, read: Mapping[str, np.ndarray]) -> di
     N of what their largest member shows: with values[1] <= ... <= values[n],
     sum_i C(i-1, N-1) / C(n, N) read[i]. Unbiased for N fresh images, as pass@k (Chen et al. 2021,
     arXiv:2107.03374, eq. 1) is for the best of k answers that are right or wrong. Equal values
-    share their places. NaN where fewer than `most` values of a prompt are known, or what is read is
-    not.
+    share their places. NaN where fewer than `most` values of a prompt are known, or where the
+    column that is read has no value.
     """
     out = {name: np.full((len(values), most), np.nan) for name in read}
     for p, own in enumerate(values):

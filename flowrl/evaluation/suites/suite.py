@@ -28,40 +28,48 @@ from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import Solver
 
-BY_QUESTION = "checklist"  # as a category: the dimension of each question
+BY_QUESTION = "checklist"  # as `category`: scores are split by the dimension of each question
 
 
 class Suite(Settings):
-    """What a suite's YAML may say."""
+    """The settings of a suite's YAML."""
 
-    title: str = pydantic.Field(description="What is measured, in one line.")
+    title: str = pydantic.Field(description="The quantity that is measured, in one line.")
     prompts: str | None = pydantic.Field(
         None,
         description=(
-            "shapes:eval and the like, a file, or hf:owner/repo/file; null: given by the user."
+            "Source of the prompts: generated ones (shapes:eval), a file, or hf:owner/repo/file;"
+            " null: the user gives it."
         ),
     )
     origin: str = pydantic.Field(
-        "", description="Where the prompt file is found; said where it is missing."
+        "",
+        description=(
+            "Where the prompt file can be found, for the error that says that it is missing."
+        ),
     )
     form: Form = pydantic.Field(
         "table",
         description=(
-            "What a .csv or .tsv file holds: a table, dpg's questions, unigenbench's test points."
+            "Form of a .csv or .tsv file: a table, dpg's questions, or unigenbench's test points."
         ),
     )
     columns: dict[str, str] = pydantic.Field(
-        {"prompt": "prompt"}, description="Of a table: what is kept of a line -> its column."
+        {"prompt": "prompt"},
+        description="Columns of a table that are kept: name in the prompt -> column.",
     )
     count: pydantic.PositiveInt | None = pydantic.Field(
         None, description="Only so many prompts, spread evenly over the file; null: all."
     )
-    images: pydantic.PositiveInt = pydantic.Field(4, description="Images a prompt.")
+    images: pydantic.PositiveInt = pydantic.Field(4, description="Images of each prompt.")
     rewards: dict[str, Any] = pydantic.Field(
-        min_length=1, description="What scores, as in a config."
+        min_length=1, description="Rewards that score, as in a config."
     )
     held_out: dict[str, dict[str, Any] | None] = pydantic.Field(
-        {}, description="Rewards read as side effects; a run trained on one is told so."
+        {},
+        description=(
+            "Rewards that are read as side effects; a run that trained on one gets a warning."
+        ),
     )
     metric: str | None = pydantic.Field(
         None,
@@ -71,16 +79,17 @@ class Suite(Settings):
         None, description="Key of each prompt by which scores are split; checklist: by question."
     )
     aggregate: Literal["mean", "category_mean"] = pydantic.Field(
-        "mean", description="Over all images, or over the categories' means."
+        "mean",
+        description="Whether a score is the mean over all images, or over the means of categories.",
     )
     scale: float = pydantic.Field(
-        1.0, gt=0, description="What the suite's own scores are multiplied by; DPG prints percent."
+        1.0, gt=0, description="Factor of the suite's own scores; DPG prints percent."
     )
     steps: pydantic.PositiveInt | None = pydantic.Field(
         None, description="ODE steps; null: as the run evaluates."
     )
     guidance: Guidance | None = pydantic.Field(
-        None, description="A scale, none or pipeline; null: as the run evaluates."
+        None, description="Guidance: a scale, none or pipeline; null: as the run evaluates."
     )
     solver: Solver | None = pydantic.Field(
         None, description="ODE solver; null: as the run evaluates."
@@ -95,10 +104,10 @@ class Suite(Settings):
 class Task:
     """A suite with its prompts and rewards loaded and checked."""
 
-    name: str  # of its YAML file, without the ending
-    suite: Suite  # as its YAML and the command line have it
-    prompts: Prompts  # P of them, thinned out to the suite's count
-    rewards: RewardSet  # the suite's, and those held out with weight 0
+    name: str  # name of its YAML file, without the ending
+    suite: Suite  # settings of its YAML and of the command line
+    prompts: Prompts  # (P,) prompts, thinned out to the suite's count
+    rewards: RewardSet  # rewards of the suite, and held-out rewards with weight 0
 
     @property
     def categories(self) -> list[str] | None:
@@ -179,7 +188,7 @@ def _joined(entry: Any, new: dict[str, Any]) -> dict[str, Any]:
 def prepare(name: str, suite: Suite) -> Task:
     """Load prompts and rewards, and check that they fit.
 
-    All that is wrong with a suite -> ValueError, before a model is loaded.
+    Every fault of a suite raises ValueError here, before a model is loaded.
     """
     _check_names(name, suite)
     prompts = _prompts(name, suite)
@@ -283,14 +292,14 @@ def run_suite(
         if name in known:
             out[name] = known[name]
             continue
-        # the reference is what RLG extrapolates from, so it is sampled as it is
+        # RLG extrapolates from the reference, which is therefore sampled without it
         rlg = 1.0 if view == "reference" else sampling.rlg
         how = replace(sampling, guidance=guidance, rlg=rlg)
         with policy.view(view):
             out[name] = measure(
                 policy, task.prompts, rewards, how, images=images, journal=journal, setting=name
             )
-        # other runs of this base model take its row from here
+        # other runs of this base model use its row again
         if view == "reference":
             known[name] = out[name]
         _check_headline(task, out[name])

@@ -22,23 +22,24 @@ from flowrl.evaluation.suites.scores import (
 )
 from flowrl.evaluation.suites.suite import BY_QUESTION, Task
 
-Values = Mapping[str, np.ndarray]  # reading -> (P, n)
+Values = Mapping[str, np.ndarray]  # reading -> its values (P, n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """The sums of a reading: over everything, and by category where there are categories."""
 
-    overall: Cells  # of one category, or by category where the rule takes their means
+    # sums over all in one category, or by category where the rule takes the means of categories
+    overall: Cells
     rule: Rule  # how `overall` becomes one score
-    scale: float  # what scores are multiplied by
-    categories: Cells | None = None  # by category
-    details: Cells | None = None  # below categories: "a - b" below "a"
+    scale: float  # factor of scores
+    categories: Cells | None = None  # sums by category
+    details: Cells | None = None  # sums by details of categories, as "a - b" below "a"
 
 
 def summary(task: Task, measured: dict[str, Measured], most: int) -> dict[str, Any]:
-    """Sum up what was measured -> {"rows", "paired"}; paired: other row -> differences of "tuned"
-    to it. most: the longest best-of-N curve."""
+    """Sum up the readings of all rows -> {"rows", "paired"}; paired: other row -> differences of
+    "tuned" to it. most: largest N of the best-of-N curve."""
     strata = task.categories or [""] * len(task.prompts)
     resampling = design([p["prompt"] for p in task.prompts], strata)
     readings = _readings(list(measured.values()), task)
@@ -57,7 +58,7 @@ def _readings(measured: Sequence[Measured], task: Task) -> list[str]:
     """Choose the readings to report: the headline, the other ones of the suite's rewards, then
     those held out.
 
-    Without the dimensions of a checklist, and without a reward's part that is its score.
+    Dimensions of a checklist are left out, and so are parts of a reward that equal its score.
     """
     headline = task.suite.headline
 
@@ -118,7 +119,7 @@ def _questions(task: Task, dimension: str) -> np.ndarray:
 def _row(
     task: Task, resampling: Design, name: str, measured: Measured, readings: list[str], most: int
 ) -> dict[str, Any]:
-    """What a record says of one setting."""
+    """The row of a record for one setting."""
     values = measured.values
     missing = {reading: int(np.isnan(values[reading]).sum()) for reading in readings}
     diversity = {
