@@ -33,18 +33,23 @@ from flowrl.types import MediaContext
 # What LAION's v2 head gives for the inputs of networks.clip.probe.
 PUBLISHED = (4.883285, 5.310305, 4.545052)
 FILES = {"v2": "sac+logos+ava1-l14-linearMSE.pth", "v1": "sa_0_4_vit_l_14_linear.pth"}
-# v2 on the hub, and its name there; its values are checked against PUBLISHED.
+# Repository of v2 on the hub, and its file there; its values are checked against PUBLISHED.
 MIRROR, MIRRORED = "trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth"
-NUMBERS = {"openai/clip-vit-large-patch14": 303_966_208}  # of weights, of the picture tower
+# hub name -> number of weights in the picture tower
+NUMBERS = {"openai/clip-vit-large-patch14": 303_966_208}
 WITH_RELU = (0, 3, 6, 9, 11)  # places of the linear layers in ava+logos-l14-reluMSE.pth
 
 
 class Settings(PictureSettings):
     version: Literal["v2", "v1"] = pydantic.Field(
-        "v2", description="v2: sac+logos+ava1-l14-linearMSE.pth; v1: sa_0_4_vit_l_14_linear.pth."
+        "v2",
+        description=(
+            "Which predictor scores. v2: sac+logos+ava1-l14-linearMSE.pth; v1:"
+            " sa_0_4_vit_l_14_linear.pth."
+        ),
     )
     scale: Literal["raw", "vbench"] = pydantic.Field(
-        "raw", description="raw is 1 to 10; vbench divides by 10."
+        "raw", description="Scale of the score: raw is 1 to 10; vbench divides by 10."
     )
     weights: str | None = pydantic.Field(
         None,
@@ -60,7 +65,7 @@ class Settings(PictureSettings):
 
 
 class Aesthetic(Reward):
-    """Predicted mean rating of a picture, 1 to 10; of a video, the mean over frames."""
+    """Predicted mean rating of a picture, 1 to 10; for a video, the mean over its frames."""
 
     Settings = Settings
     name = "aesthetic"
@@ -123,7 +128,8 @@ def _path_of_head(s: Settings) -> Path:
 
 
 def _refuse_relu(state: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse the sister head with ReLUs: the same shapes at other places, nonsense without them."""
+    """Refuse the sister head with ReLUs: it has the same shapes at other places, and would give
+    nonsense without its ReLUs."""
     if {f"layers.{i}.weight" for i in WITH_RELU} <= state.keys():
         places = ", ".join(map(str, WITH_RELU))
         raise ValueError(

@@ -26,7 +26,8 @@ from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, linears, warn_unpublished
 from flowrl.types import MediaContext
 
-NUMBERS = {"google/siglip-so400m-patch14-384": 428_225_600}  # of weights, of the picture tower
+# hub name -> number of weights in the picture tower
+NUMBERS = {"google/siglip-so400m-patch14-384": 428_225_600}
 # What the published head gives for the inputs of networks.clip.probe.
 PUBLISHED = (3.618320, 2.672634, 2.709308)
 
@@ -40,13 +41,13 @@ class Settings(PictureSettings):
         description="A folder with SigLIP, or its name on the hub.",
     )
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
-        "float32", description="What the network computes in."
+        "float32", description="Type of the numbers in which the network computes."
     )
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
 class AestheticV25(Reward):
-    """Predicted rating of a picture, about 1 to 10; of a video, the mean over frames."""
+    """Predicted rating of a picture, about 1 to 10; for a video, the mean over its frames."""
 
     Settings = Settings
     name = "aesthetic_v25"

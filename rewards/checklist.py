@@ -7,7 +7,7 @@ arXiv:2403.05135, dpg_bench/compute_dpg_bench.py; "parent" is its dependency, co
 An answer that failed makes its sample NaN.
 
 Judges are rewards that offer answer(media (n, 3, H, W), questions) -> (n,) in [0, 1], NaN where
-failed: vlm_yesno, vqascore. Code functions:
+answering failed: vlm_yesno, vqascore. Code functions:
 * shapes_count {"count": n, "shape": ..., "color": ...}: exactly n objects of that shape and colour,
   either may be left open, in the shapes world;
 * shapes_position {"include": [clause, clause with a position]}: the relation holds between all
@@ -42,24 +42,25 @@ from flowrl.runtime.store import lines
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
-YES = 0.5  # an answer from here on is a yes
+YES = 0.5  # least answer that is a yes
 
 
 class Settings(Base):
     questions: Literal["given", "shapes", "geneval"] = pydantic.Field(
         "given",
         description=(
-            "given: each prompt's checklist; shapes, geneval: written from the prompt's include"
-            " clauses."
+            "Source of the questions. given: each prompt's checklist; shapes, geneval: questions"
+            " written from the prompt's include clauses."
         ),
     )
     answerer: Any = pydantic.Field(
         None,
         description=(
-            "Reward that answers questions of check vlm: vlm_yesno or vqascore; null: none needed."
+            "Reward that answers questions of check vlm: vlm_yesno or vqascore; null: no question"
+            " needs one."
         ),
     )
-    answerer_settings: dict[str, Any] = pydantic.Field({}, description="Its settings.")
+    answerer_settings: dict[str, Any] = pydantic.Field({}, description="Settings of the answerer.")
     geneval_settings: dict[str, Any] = pydantic.Field(
         {}, description="Settings of the geneval reward, whose detector answers in code."
     )
@@ -70,7 +71,8 @@ class Settings(Base):
         4,
         ge=1,
         description=(
-            "Of a video, this many frames, evenly spaced, are asked about; answers are averaged."
+            "Number of frames of a video, evenly spaced, about which each question is asked;"
+            " answers are averaged."
         ),
     )
     chunk: int = pydantic.Field(
@@ -100,10 +102,11 @@ class Checklist(Reward):
         self.reads = frozenset({"checklist"} if s.questions == "given" else {"include"})
         self.answerer = _load_answerer(s.answerer, s.answerer_settings)
         self.verifies = frozenset(() if self.answerer else SHOWN)
-        self.geneval: Any = None  # the reward whose detector answers in code
+        self.geneval: Any = None  # reward whose detector answers in code
         if s.questions == "geneval" and self.answerer is None:
             self.geneval = load("geneval", **s.geneval_settings)
-        # Of the samples scored last, before parents zeroed any; and which samples those were.
+        # Answers about the samples scored last, before parents zeroed any, and a hash of the
+        # samples.
         self.last_answers: list[list[float]] = []
         self._asked = ""
         self.remembers = True
@@ -121,7 +124,7 @@ class Checklist(Reward):
         return entered([forgetful(self), super().uncached()])
 
     def expect(self, prompts: Sequence[str]) -> None:
-        """Do nothing: the answerer is asked the checklists' questions, and not these texts."""
+        """Do nothing: the answerer gets the checklists' questions, and not these texts."""
 
     def inner_rewards(self) -> list[Reward]:
         return [reward for reward in (self.answerer, self.geneval) if isinstance(reward, Reward)]
@@ -175,9 +178,9 @@ class Checklist(Reward):
         }
 
     def told(self, media: Tensor, context: MediaContext) -> list[list[dict[str, Any]]] | None:
-        """What was answered about these samples; None unless they were asked about last.
+        """Answers about these samples; None unless they are the samples that were scored last.
 
-        Of each question of each sample: {"question", "answer" (None: it failed), "counted" (after
+        Each question of each sample has {"question", "answer" (None: it failed), "counted" (after
         parents and `binary`), "zeroed" (a parent is no)}.
         """
         assert context.meta is not None
@@ -194,7 +197,7 @@ class Checklist(Reward):
     ) -> tuple[list[Sequence[Question]], list[list[float]]]:
         """Each sample's questions and answers.
 
-        What was asked last is not asked again: a judge costs time, and may not repeat itself.
+        The latest questions are not asked again: a judge costs time, and may not repeat itself.
         """
         assert context is not None and context.meta is not None
         for prompt, meta in zip(prompts, context.meta, strict=True):
@@ -209,7 +212,8 @@ class Checklist(Reward):
         return lists, self.last_answers
 
     def _frames(self, media: Tensor) -> Tensor:
-        """(B, frames, 3, H, W): what is asked about, the middles of `frames` equal stretches."""
+        """The frames (B, frames, 3, H, W) that are shown: the middles of `frames` equal
+        stretches."""
         videos = media.detach() if media.ndim == 5 else media.detach()[:, None]
         count = min(self.settings.frames, videos.shape[1])
         return videos[:, [(2 * i + 1) * videos.shape[1] // (2 * count) for i in range(count)]]
@@ -219,7 +223,7 @@ class Checklist(Reward):
     ) -> list[list[float]]:
         """Each sample's answers, the mean over its frames; shown: (B, frames, 3, H, W)."""
         pictures, frames = frames_of(shown), shown.shape[1]
-        owner = [i for i in range(len(shown)) for _ in range(frames)]  # of each picture
+        owner = [i for i in range(len(shown)) for _ in range(frames)]  # sample of each picture
         by_picture = [lists[i] for i in owner]
         by_code = InCode(pictures, by_picture, [metas[i] for i in owner], self._on_device)
         said = self._judged(pictures, by_picture)
@@ -236,7 +240,7 @@ class Checklist(Reward):
     def _judged(
         self, pictures: Tensor, lists: list[Sequence[Question]]
     ) -> dict[tuple[int, int], float]:
-        """What the answerer says to the questions for it: (picture, question) -> answer."""
+        """Answers of the answerer to the questions for it: (picture, question) -> answer."""
         asked = [
             (p, q)
             for p, questions in enumerate(lists)
@@ -251,7 +255,7 @@ class Checklist(Reward):
         return dict(zip(asked, out, strict=True))
 
     def _judge(self, pictures: Tensor, texts: list[str]) -> list[float]:
-        """n pictures (n, 3, H, W), a question about each -> n answers."""
+        """Ask one question about each of n pictures (n, 3, H, W) -> n answers."""
         answers = self.answerer.answer(pictures, texts)
         if (
             not isinstance(answers, Tensor)
@@ -295,7 +299,7 @@ class Checklist(Reward):
         ]
 
     def _write(self, samples: Iterable[tuple[str, Sequence[Question], list[float], float]]) -> None:
-        """A line for each sample: prompt, questions, answers, score."""
+        """Write a line for each sample: prompt, questions, answers, score."""
         rows = []
         for prompt, questions, answers, score in samples:
             said = self._said(questions, answers)
@@ -304,7 +308,7 @@ class Checklist(Reward):
 
 
 def _digest(shown: Tensor, lists: list[Sequence[Question]]) -> str:
-    """Which pictures are asked which questions."""
+    """A hash of the pictures and the questions that are asked about them."""
     digest = hashlib.sha256(shown.cpu().contiguous().numpy().tobytes())
     digest.update(repr((shown.shape, lists)).encode())
     return digest.hexdigest()

@@ -37,18 +37,19 @@ from flowrl.runtime import hub
 from flowrl.runtime.registry import did_you_mean
 from flowrl.shapes.clip import SOURCE as SHAPES
 
-SCHEMES = ("hf-hub:", "local-dir:")  # of names that open_clip reads
+SCHEMES = ("hf-hub:", "local-dir:")  # beginnings of names that open_clip reads
 VIT_L14 = "openai/clip-vit-large-patch14"
-NUMBERS = {  # of weights, of CLIPs that transformers loads
+NUMBERS = {  # hub name -> number of weights, for CLIPs that transformers loads
     VIT_L14: 427_616_513,
     "openai/clip-vit-large-patch14-336": 427_944_193,
     "openai/clip-vit-base-patch16": 149_620_737,
     "openai/clip-vit-base-patch32": 151_277_313,
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": 986_109_441,
 }
-# What a preset fixes. dance_grpo: the 378-pixel DFN5B weights in open_clip's plain ViT-H-14, so at
-# 224 pixels (position embeddings are resized) and with another activation than they were trained
-# with; mix_grpo: the same weights in their own architecture.
+# Settings that a preset fixes. dance_grpo: the 378-pixel DFN5B weights in open_clip's plain
+# ViT-H-14,
+# so at 224 pixels (position embeddings are resized) and with another activation than in training;
+# mix_grpo: the same weights in their own architecture.
 PRESETS: dict[str, dict[str, Any]] = {
     "nft": {"model": VIT_L14, "transform": "tv_bilinear"},
     "flow_factory": {"model": VIT_L14, "transform": "pil"},
@@ -77,36 +78,39 @@ class Settings(PictureSettings):
     ) = pydantic.Field(
         None,
         description=(
-            "A published CLIP reward, or the shapes world's own: fixes model, weights, transform,"
-            " scale and prefix."
+            "A published CLIP reward, or that of the shapes world; it fixes model, weights,"
+            " transform, scale and prefix."
         ),
     )
     model: str = pydantic.Field(
         "ViT-B-32",
         description=(
-            'A model of open_clip: its name, "hf-hub:owner/repo", "local-dir:/path". Of'
-            ' transformers: "owner/repo", a folder.'
+            'The CLIP: a model of open_clip (its name, "hf-hub:owner/repo", "local-dir:/path") or'
+            ' of transformers ("owner/repo", a folder).'
         ),
     )
     pretrained: str | None = pydantic.Field(
         "laion2b_s34b_b79k",
         description=(
-            "open_clip's weights: its tag, a file, or owner/repo of the hub; null: random weights,"
-            " for shape tests only. With a preset: where its weights lie on this machine, a file (a"
-            " folder for nft and flow_factory)."
+            "Weights of open_clip: a tag, a file, or owner/repo of the hub; null: random weights,"
+            " for shape tests only. With a preset: the place of its weights on this machine, a file"
+            " (a folder for nft and flow_factory)."
         ),
     )
     transform: Literal["tensor", "pil", "tv_bilinear"] = pydantic.Field(
         "tensor", description="How pictures reach the network."
     )
     scale: Literal["cosine", "hessel"] = pydantic.Field(
-        "cosine", description="hessel is CLIPScore's own 2.5 * max(cosine, 0)."
+        "cosine",
+        description=(
+            "Scale of the score: the cosine, or CLIPScore's own 2.5 * max(cosine, 0) (hessel)."
+        ),
     )
-    prefix: str = pydantic.Field("", description="Put before every prompt.")
+    prefix: str = pydantic.Field("", description="Text that is put before every prompt.")
 
 
 class Clip(TwoTowers):
-    """Cosine of image and text embeddings, in [-1, 1]; of a video, the mean over its frames.
+    """Cosine of image and text embeddings, in [-1, 1]; for a video, the mean over its frames.
 
     Trained models give 0.15 to 0.45.
     """
@@ -138,7 +142,7 @@ class Clip(TwoTowers):
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:
         resolved = _resolved(settings)
-        # the network is the preset's wherever its weights lie
+        # a preset fixes the network, wherever its weights lie
         return bytes_of(PRESETS[settings.preset]["model"] if settings.preset else resolved.model)
 
     def pixels(self, frames: Tensor) -> Tensor:
@@ -149,7 +153,7 @@ class Clip(TwoTowers):
 
 
 def bytes_of(model: str) -> float | None:
-    """Bytes of a CLIP in fp32, told without its weights; None: not known."""
+    """Bytes of a CLIP in fp32, computed without its weights; None: not known."""
     if _of_transformers(model):
         numbers = NUMBERS.get(hub.split(model)[0])
         return None if numbers is None else 4.0 * numbers
@@ -158,7 +162,7 @@ def bytes_of(model: str) -> float | None:
 
 
 def _resolved(s: Settings) -> Settings:
-    """The settings with the preset's in place; ValueError where others contradict it."""
+    """The settings with those of the preset; raises ValueError where others contradict it."""
     if s.preset is None:
         return s
     fixed = {"scale": "cosine", "prefix": "", "pretrained": None, **PRESETS[s.preset]}
@@ -188,7 +192,7 @@ def _refuse_unused_weights(s: Settings) -> None:
 
 
 def _of_transformers(model: str) -> bool:
-    """Whether transformers loads it, not open_clip.
+    """Whether transformers loads a model, and not open_clip.
 
     open_clip's names hold a "/" only in its old spelling (ViT-B/32) and after "hf-hub:" or
     "local-dir:".
@@ -246,7 +250,7 @@ def _published_preprocessing(s: Settings) -> dict[str, Any]:
 
 
 def _check_source(s: Settings) -> None:
-    """Names are checked before anything is downloaded; ValueError with the nearest valid ones."""
+    """Check names before anything is downloaded; raise ValueError with the nearest valid ones."""
     import open_clip
 
     model, weights = s.model, s.pretrained
@@ -288,7 +292,8 @@ def _check_activation(model: str, weights: str) -> None:
 
 
 def _transform(kind: str, side: int) -> Callable[[Tensor], Tensor]:
-    """(n, 3, H, W) in [0, 1] -> the input of a CLIP of transformers; pil: as its processor does."""
+    """Function from (n, 3, H, W) in [0, 1] to the input of a CLIP of transformers; kind "pil" does
+    as its processor does."""
     if kind == "tv_bilinear":
         return lambda frames: normalized(cropped(frames, side, InterpolationMode.BILINEAR))
     resize_and_crop = pil_cropped if kind == "pil" else cropped
@@ -296,7 +301,8 @@ def _transform(kind: str, side: int) -> Callable[[Tensor], Tensor]:
 
 
 def _open_clip_transform(kind: str, preprocess: Compose, side: int) -> Callable[[Tensor], Tensor]:
-    """(n, 3, H, W) in [0, 1] -> the input of an open_clip model with this preprocessing."""
+    """Function from (n, 3, H, W) in [0, 1] to the input of an open_clip model with this
+    preprocessing."""
     if kind == "pil":
         return partial(by_pil, to_tensor=preprocess)
     if kind == "tensor":
@@ -308,16 +314,17 @@ def _open_clip_transform(kind: str, preprocess: Compose, side: int) -> Callable[
 def _on_tensors(preprocess: Compose) -> Compose:
     """open_clip's preprocessing for float tensors (n, 3, H, W).
 
-    What a bicubic resize overshoots is clamped before it is normalised, as PIL does.
+    Overshoots of a bicubic resize are clamped before they are normalised, as PIL does.
     """
     steps: list[Callable[[Tensor], Tensor]] = []
     for step in copy.deepcopy(preprocess.transforms):
-        if type(step).__name__ == "ResizeKeepRatio":  # written for PIL only
+        if type(step).__name__ == "ResizeKeepRatio":  # this step is written for PIL only
             steps.append(partial(_resize_keep_ratio, step))
         elif isinstance(step, Normalize):
             steps += [partial(torch.clamp, min=0, max=1), step]
         elif isinstance(step, nn.Module):  # resize, crop, pad; the others turn PIL into tensors
-            vars(step)["fill"] = getattr(step, "fill", 0) / 255  # bytes for PIL, [0, 1] here
+            # PIL fills with bytes, and our pictures are in [0, 1]
+            vars(step)["fill"] = getattr(step, "fill", 0) / 255
             steps.append(step)
     return Compose(steps)
 

@@ -10,8 +10,8 @@ predicts the features of the window's last frames from those of its first ones:
 so that the worst windows count most (tau towards 0: the worst alone; large tau: the mean). The
 world model is V-JEPA 2 (transformers' VJEPA2Model). The paper states neither window, stride nor
 tau, and its code is not published; window, context and stride are those of WMReward
-(arXiv:2601.10553, github.com/facebookresearch/WMReward), tau is our choice. What the paper leaves
-open and we decided:
+(arXiv:2601.10553, github.com/facebookresearch/WMReward), tau is our choice. The paper leaves these
+points open, and we decided:
 * E(context) sees only the context frames. VJEPA2Model's own context_mask does not do that: it
   hides tokens of an encoder that has looked at the whole window, so the prediction has seen its
   target. Encoder and predictor are called one after the other instead.
@@ -46,7 +46,7 @@ from flowrl.rewards.motion_smoothness import dynamic_degree
 from flowrl.rewards.video import softmin
 from flowrl.types import MediaContext
 
-NUMBERS = {  # of weights, of encoder and predictor
+NUMBERS = {  # hub name -> number of weights in encoder and predictor
     "facebook/vjepa2-vitl-fpc64-256": 325_971_328,
     "facebook/vjepa2-vith-fpc64-256": 653_930_880,
     "facebook/vjepa2-vitg-fpc64-256": 1_034_555_264,
@@ -54,8 +54,8 @@ NUMBERS = {  # of weights, of encoder and predictor
 }
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-# (windows (n, W, 3, h, w), context frames) -> predicted and actual features of the other frames,
-# (n, tokens, features) each.
+# Function (windows (n, W, 3, h, w), number of context frames) -> predicted and actual features of
+# the other frames, (n, tokens, features) each.
 World = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -66,13 +66,15 @@ class Settings(Base):
     )
     window: int = pydantic.Field(16, ge=2, description="Frames of a window.")
     context: int = pydantic.Field(
-        8, ge=1, description="Frames at a window's start that the world model is shown."
+        8, ge=1, description="Frames at a window's start that the world model sees."
     )
     stride: int = pydantic.Field(2, ge=1, description="Frames from a window to the next.")
     tau: float = pydantic.Field(
         0.1,
         gt=0,
-        description="How far the worst windows outweigh the others: towards 0 they alone count.",
+        description=(
+            "Temperature of the weights of windows: towards 0 the worst window alone counts."
+        ),
     )
     rounding: Rounding = True
     chunk: int = pydantic.Field(4, ge=1, description="Most windows in one forward.")
@@ -98,7 +100,7 @@ class Coherence(Reward):
     video = "only"
 
     def __init__(self, settings: Any = None, world: World | None = None):
-        """world: in Python, another world model or an analytic one."""
+        """world: another world model or an analytic one, which only Python can give."""
         super().__init__(settings)
         s = self.settings
         self.world = VJepa2(s.weights, s.window, s.context) if world is None else world
@@ -169,7 +171,8 @@ class VJepa2(nn.Module):
     def pixels(self, clips: Tensor) -> Tensor:
         """The input that V-JEPA 2's processor makes.
 
-        Shortest side to 256 / 224 of the crop, bilinear, centre crop, ImageNet's mean and std.
+        The shortest side becomes 256 / 224 of the crop, bilinear; then centre crop, and ImageNet's
+        mean and std.
         """
         side = self.model.config.crop_size
         size, frames = [int(side * 256 / 224)], clips.flatten(0, 1)

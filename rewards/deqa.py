@@ -34,9 +34,9 @@ from flowrl.rewards.core.weights import fill, path_of, tokenizer
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
-NUMBERS = {"zhiyuanyou/DeQA-Score-Mix3": 8_197_859_328}  # of weights
-WORDS = ("excellent", "good", "fair", "poor", "bad")  # worth 5, 4, 3, 2, 1
-# The picture stands between the two.
+NUMBERS = {"zhiyuanyou/DeQA-Score-Mix3": 8_197_859_328}  # hub name -> number of weights
+WORDS = ("excellent", "good", "fair", "poor", "bad")  # words for the scores 5, 4, 3, 2, 1
+# The picture stands between these two texts.
 QUESTION = (
     "USER: How would you rate the quality of this image?\n",
     "\nASSISTANT: The quality of the image is",
@@ -49,15 +49,16 @@ class Settings(vlm.Settings):
         description="Folder with config.json, tokenizer and weights, or its hub repository.",
     )
     scale: Literal["mos", "flow_grpo"] = pydantic.Field(
-        "mos", description="mos is 1 to 5; flow_grpo divides by 5."
+        "mos", description="Scale of the score: mos is 1 to 5; flow_grpo divides by 5."
     )
     dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field(
-        "float16", description="Type of the network; the reference: float16."
+        "float16", description="Type of the network's numbers; the reference uses float16."
     )
 
 
 class DeQA(Reward):
-    """Expected opinion score of a picture, 1 (bad) to 5 (excellent); of a video, the mean."""
+    """Expected opinion score of a picture, 1 (bad) to 5 (excellent); for a video, the mean over its
+    frames."""
 
     Settings = Settings
     name = "deqa"
@@ -226,7 +227,8 @@ class TowerLayer(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         mixed = self.self_attn.query_key_value(self.input_layernorm(states))
-        by_head = mixed.unflatten(-1, (self.heads, 3, -1))  # laid out head by head
+        # the checkpoint stores query, key and value head by head
+        by_head = mixed.unflatten(-1, (self.heads, 3, -1))
         query, key, value = by_head.permute(3, 0, 2, 1, 4)  # (n, heads, L, d / heads) each
         attended = f.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         states = states + self.self_attn.dense(attended)
@@ -237,7 +239,7 @@ class TowerLayer(nn.Module):
 class Abstractor(nn.Module):
     """Learned queries that attend to themselves and the tower's states.
 
-    -> (n, queries + 1, width of the language model).
+    The output is (n, queries + 1, width of the language model).
     """
 
     def __init__(self, c: SimpleNamespace, places: int, width: int):
@@ -267,7 +269,7 @@ class AbstractorLayer(nn.Module):
         attention.query = nn.Linear(d, d)
         attention.key = nn.Linear(c.encoder_hidden_size, d)
         attention.value = nn.Linear(c.encoder_hidden_size, d)
-        # Sines, read from the checkpoint.
+        # The checkpoint holds these sines, so they are read and not computed.
         attention.register_buffer("q_pos_embed", torch.zeros(c.num_learnable_queries, d))
         attention.register_buffer("k_pos_embed", torch.zeros(places, d))
         output = own.output = nn.Module()

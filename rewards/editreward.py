@@ -25,11 +25,11 @@ from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
-NUMBERS = {  # of weights, without language head
+NUMBERS = {  # hub name -> number of weights, without language head
     "XiaomiMiMo/MiMo-VL-7B-SFT-2508": 7_680_509_952,
     "Qwen/Qwen2.5-VL-7B-Instruct": 7_747_169_280,
 }
-# sha256 of the texts, in the order of head_0 and head_1.
+# First digits of the sha256 of the texts, in the order of head_0 and head_1.
 RUBRICS = {"following": "da5bfc26898cc8e0", "quality": "89bbc5c2ac1bbea9"}
 WHERE = (
     "of EditReward/dataset/prompts.py in github.com/TIGER-AI-Lab/EditReward, with its empty first"
@@ -51,14 +51,14 @@ class Settings(SourceSettings, vlm.Settings):
         None, description=f"Text file with the second head's rubric: {ORIGINS['quality']}."
     )
     pooling: Literal["mean", "min", "sum"] = pydantic.Field(
-        "mean", description="How two heads become one score; released models: mean."
+        "mean", description="How two heads become one score; the released models use mean."
     )
 
 
 class EditReward(Sourced):
     """Pooled mean of two preference distributions, unbounded.
 
-    Needs the picture before the edit; the prompt is the instruction.
+    It needs the picture before the edit; the prompt is the instruction.
     """
 
     Settings = Settings
@@ -97,14 +97,14 @@ class EditReward(Sourced):
         return {**{key: heads[i, :, 0] for i, key in enumerate(RUBRICS)}, "sigma": sigma}
 
     def _heads(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
-        """(heads, B, 2) fp32: mu and log sigma."""
+        """mu and log sigma of each head, (heads, B, 2) fp32."""
         refuse_gradient(self, media)
         sources = self.sources(media, context)
         read = in_chunks(self._read, media, sources, prompts, chunk=self.settings.chunk)
         return read.transpose(0, 1)
 
     def _read(self, media: Tensor, sources: list[Tensor], prompts: list[str]) -> Tensor:
-        """Edited and source picture of each of n samples -> (n, heads, 2)."""
+        """Read edited and source picture of each of n samples -> (n, heads, 2)."""
         by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
         before = [vlm.fitted(source[None].to(media), by=by) for source in sources]
         pairs = list(zip(before, vlm.fitted(media, by=by).split(1), strict=True))
@@ -116,7 +116,7 @@ class EditReward(Sourced):
 
 
 def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:
-    """(heads, B, 2) of mu and log sigma -> (B, 2).
+    """Pool mu and log sigma of the heads: (heads, B, 2) -> (B, 2).
 
     mean and min take each number by itself; sum adds means and variances.
     """

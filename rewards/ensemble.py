@@ -1,9 +1,9 @@
 """Several rewards as one cautious reward: the worst of them, or their mean less their spread.
 
-Against over-optimization of a proxy, as ensembles of reward models (arXiv:2310.02743: worst-case
-and uncertainty-weighted optimization). Departures: members are any rewards, not one network trained
-from several seeds, so each is brought to a common scale by constants that you state, and the spread
-is a standard deviation (there a variance).
+It counters over-optimization of a proxy, as ensembles of reward models do (arXiv:2310.02743:
+worst-case and uncertainty-weighted optimization). Departures: members are any rewards, not one
+network trained from several seeds, so each is brought to a common scale by constants that you
+state, and the spread is a standard deviation (in the paper a variance).
 """
 
 from __future__ import annotations
@@ -32,17 +32,23 @@ Positive = Annotated[pydantic.FiniteFloat, pydantic.Field(gt=0)]
 
 class Settings(Base):
     members: dict[str, Any] = pydantic.Field(
-        {}, description="Label -> 1.0, or label -> {name, settings}: two rewards or more."
+        {}, description="Members, two rewards or more: label -> 1.0, or label -> {name, settings}."
     )
     how: Literal["min", "spread"] = pydantic.Field(
-        "min", description="The worst member; or their mean less k standard deviations."
+        "min",
+        description=(
+            "How members become one score: the worst member (min), or their mean less k standard"
+            " deviations (spread)."
+        ),
     )
-    k: pydantic.FiniteFloat = pydantic.Field(1.0, ge=0, description="Weight of the spread.")
+    k: pydantic.FiniteFloat = pydantic.Field(
+        1.0, ge=0, description="Number of standard deviations that how=spread subtracts."
+    )
     shift: dict[str, pydantic.FiniteFloat] = pydantic.Field(
-        {}, description="Label -> what is subtracted from the member's value, 0 by default."
+        {}, description="Label -> number that is subtracted from the member's value, 0 by default."
     )
     scale: dict[str, Positive] = pydantic.Field(
-        {}, description="Label -> what the member's value is then divided by, 1 by default."
+        {}, description="Label -> number by which the member's value is then divided, 1 by default."
     )
 
 
@@ -112,8 +118,8 @@ class Ensemble(Reward):
 
 
 def _check(s: Settings) -> None:
-    """ValueError, before any member is loaded, where there are fewer than two, or more is said of
-    one than its name and settings."""
+    """Raise ValueError, before any member is loaded, where there are fewer than two members, or an
+    entry holds more than a name and settings."""
     if len(s.members) < 2:
         raise ValueError(
             f"reward ensemble compares two rewards or more, and members names {len(s.members)};"
@@ -143,7 +149,7 @@ def _check_member(label: str, entry: dict[str, Any]) -> None:
 
 
 def _video(members: Mapping[str, Reward]) -> Literal["yes", "no", "only"]:
-    """What all members take; ValueError where they share nothing."""
+    """Media that all members take; raises ValueError where no media suit all."""
     taken = {reward.video: label for label, reward in members.items()}
     if {"no", "only"} <= taken.keys():
         raise ValueError(

@@ -37,11 +37,12 @@ from flowrl.rewards.networks import detector
 from flowrl.rewards.networks.detector import DetectedObject
 from flowrl.types import MediaContext
 
-CONFIDENCE = 0.3  # an object counts above this score;
-COUNTING = 0.9  # where the task is counting, above this one
-MOST = 16  # objects of a class, the most confident
-BEST = 100  # (query, class) pairs of a picture that are looked at
-ASPECT = 1333 / 800  # longest side that the detector sees, at most, over the setting `side`
+CONFIDENCE = 0.3  # confidence above which an object counts
+COUNTING = 0.9  # confidence above which an object counts in the task counting
+MOST = 16  # most objects of a class that count; the most confident are kept
+BEST = 100  # number of best (query, class) pairs of a picture that are read
+# largest ratio of the longest side that the detector sees to the setting `side`
+ASPECT = 1333 / 800
 MULTIPLE = 32  # the detector's input is padded to multiples of this
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TEMPLATES = (
@@ -49,16 +50,18 @@ TEMPLATES = (
     "a photo of a {color}-colored {name}",
     "a photo of a {color} object",
 )
-NUMBERS = {"facebook/mask2former-swin-small-coco-instance": 68_741_083}  # of weights
-GREY = (153, 153, 153)  # what is not the object, in the crop whose colour is asked for
+# hub name -> number of weights
+NUMBERS = {"facebook/mask2former-swin-small-coco-instance": 68_741_083}
+GREY = (153, 153, 153)  # colour of the background in the crop whose object's colour is asked for
 
 
 class Settings(Base):
     reading: Literal["partial", "partial_fixed", "strict", "official"] = pydantic.Field(
         "partial",
         description=(
-            "partial: Flow-GRPO's; partial_fixed: without its quirks; strict: all exactly right;"
-            " official: the benchmark's."
+            "How clauses become a score. partial: Flow-GRPO's reading; partial_fixed: the same"
+            " without its quirks; strict: 1 if all is exactly right; official: the benchmark's own"
+            " check."
         ),
     )
     weights: str = pydantic.Field(
@@ -69,16 +72,20 @@ class Settings(Base):
         "ViT-L-14-quickgelu", description="The open_clip model that names colours."
     )
     clip_weights: str | None = pydantic.Field(
-        "openai", description="Its weights: an open_clip tag or file; null: random, for tests."
+        "openai",
+        description=(
+            "Weights of that model: an open_clip tag or file; null: random weights, for tests."
+        ),
     )
     as_server: bool = pydantic.Field(
         False,
         description=(
-            "See what Flow-GRPO's server sees: a JPEG, red and blue swapped for the detector."
+            "See the pictures that Flow-GRPO's server sees: a JPEG, with red and blue swapped for"
+            " the detector."
         ),
     )
     side: int = pydantic.Field(
-        800, ge=32, description="Shortest side, in px, of what the detector sees."
+        800, ge=32, description="Shortest side, in px, of the picture that the detector sees."
     )
     chunk: int = pydantic.Field(
         8, ge=1, description="Most pictures in one forward of the detector."
@@ -99,15 +106,16 @@ class Instance:
 class Sizes:
     """(height, width) of a picture on its way through the detector."""
 
-    picture: tuple[int, int]  # as it came
-    seen: tuple[int, int]  # resized
-    padded: tuple[int, int]  # the network's input
+    picture: tuple[int, int]  # size of the picture as it came
+    seen: tuple[int, int]  # size after the resize
+    padded: tuple[int, int]  # size of the network's input
 
 
 class Geneval(Reward):
-    """Does the picture show what GenEval's clauses ask for? Of a video, the mean over frames.
+    """Whether the picture shows the objects of GenEval's clauses; for a video, the mean over
+    frames.
 
-    Reads meta's include, exclude and tag.
+    It reads meta's include, exclude and tag.
     """
 
     Settings = Settings
@@ -129,7 +137,7 @@ class Geneval(Reward):
                 "strict": "1 if every clause of the prompt is exactly right, else 0",
                 "official": "1 if the picture passes GenEval's own check, else 0",
             }[s.reading]
-        if s.reading == "official":  # more objects than asked for are right
+        if s.reading == "official":  # the official check accepts more objects than asked for
             self.verifies = frozenset(SHOWN) - {"count"}
         self.range = (-math.inf if s.reading == "partial" else 0.0, 1.0)
         self.detector = _load_detector(s.weights)
@@ -170,7 +178,7 @@ class Geneval(Reward):
     def detect(
         self, frames: Tensor, metas: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, list[DetectedObject]]]:
-        """What is in each of (n, 3, H, W) pictures: class -> its objects.
+        """Objects in each of (n, 3, H, W) pictures: class -> its objects.
 
         Colours are named for the classes whose colour the picture's clauses ask for.
         """
@@ -208,7 +216,7 @@ class Geneval(Reward):
         return [instances(labels, masks, sizes) for labels, masks in rows]
 
     def colors(self, picture: Image.Image, name: str, objects: Sequence[Instance]) -> list[str]:
-        """The colour of each object of a class, zero-shot on its box; grey hides what it is not."""
+        """The colour of each object of a class, zero-shot on its box; grey hides the background."""
         device = next(self.clip.parameters()).device
         if name not in self._classifiers:
             self._classifiers[name] = self._classifier(name, device)
@@ -230,7 +238,7 @@ class Geneval(Reward):
 
 
 def _sizes(height: int, width: int, side: int) -> Sizes:
-    """Shortest side to `side`, unless the longest would go beyond ASPECT times that."""
+    """Sizes with the shortest side at `side`, unless the longest would exceed ASPECT times that."""
     scale = min(side / min(height, width), side * ASPECT / max(height, width))
     seen = max(1, round(height * scale)), max(1, round(width * scale))
     padded = math.ceil(seen[0] / MULTIPLE) * MULTIPLE, math.ceil(seen[1] / MULTIPLE) * MULTIPLE
@@ -245,7 +253,7 @@ def instances(labels: Tensor, masks: Tensor, sizes: Sizes) -> list[Instance]:
     """
     scores = labels.softmax(-1)[:, :-1]
     best, place = scores.flatten().topk(min(BEST, scores.numel()))
-    # The mask's part is at most 1: what falls out here would fall out later.
+    # The mask's factor is at most 1, so a pair that is dropped here would be dropped later.
     place, best = place[best > CONFIDENCE], best[best > CONFIDENCE]
     if not len(place):
         return []
@@ -322,7 +330,7 @@ def _load_clip(model: str, weights: str | None) -> tuple[Any, Any, Any]:
         clip, _, preprocess = open_clip.create_model_and_transforms(
             model, pretrained=weights, precision="fp32"
         )
-    # No such model, no such tag, no network: each library below raises its own kind.
+    # An unknown model or tag, or no network: each library below raises its own kind.
     except Exception as error:
         raise ValueError(
             f'reward geneval names colours with CLIP "{model}" and clip_weights="{weights}", which'

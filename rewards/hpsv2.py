@@ -39,13 +39,14 @@ MD5 = {"v2": "fd9180de357abf01fdb4eaad64631db4", "v2.1": "4067542e34ba2553a738c5
 
 class Settings(PictureSettings):
     version: Literal["v2", "v2.1"] = pydantic.Field(
-        "v2.1", description="Which of the two published models; their scores do not compare."
+        "v2.1",
+        description="Which of the two published models scores; their scores cannot be compared.",
     )
     weights: str = pydantic.Field(
         "xswu/HPSv2",
         description=(
-            "HPS_v2.1_compressed.pt (v2: HPS_v2_compressed.pt), a folder that holds it, or the"
-            " hub's name for it."
+            "Weights: HPS_v2.1_compressed.pt (v2: HPS_v2_compressed.pt), a folder that holds the"
+            " file, or its hub repository."
         ),
     )
     antialias: bool = pydantic.Field(
@@ -57,7 +58,7 @@ class Settings(PictureSettings):
 
 
 class Hpsv2(TwoTowers):
-    """Cosine of picture and prompt under HPSv2's CLIP; of a video, the mean over frames."""
+    """Cosine of picture and prompt under HPSv2's CLIP; for a video, the mean over its frames."""
 
     Settings = Settings
     name = "hpsv2"
@@ -90,7 +91,7 @@ class Hpsv2(TwoTowers):
 
 
 def _check_version(path: Path, version: str) -> None:
-    """The other published model -> ValueError; a file that is neither -> a warning."""
+    """Raise ValueError for the other published model; warn about a file that is neither."""
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "md5").hexdigest()
     other = next((v for v, md5 in MD5.items() if md5 == found and v != version), None)

@@ -21,8 +21,9 @@ from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
-NUMBERS = {"Qwen/Qwen2-VL-7B-Instruct": 7_746_378_240}  # of weights, without language head
-RUBRIC = "0393599dad45a971"  # sha256 of the text
+# hub name -> number of weights, without language head
+NUMBERS = {"Qwen/Qwen2-VL-7B-Instruct": 7_746_378_240}
+RUBRIC = "0393599dad45a971"  # first digits of the text's sha256
 ORIGIN = (
     "the literal INSTRUCTION of hpsv3/dataset/data_collator_qwen.py in github.com/MizzenAI/HPSv3,"
     " with its empty first and last lines"
@@ -31,7 +32,8 @@ ORIGIN = (
 
 class Settings(vlm.Settings):
     weights: str = pydantic.Field(
-        "MizzenAI/HPSv3", description="HPSv3.safetensors, its folder, or its hub repository."
+        "MizzenAI/HPSv3",
+        description="Weights: HPSv3.safetensors, its folder, or its hub repository.",
     )
     base: vlm.Tuned = "Qwen/Qwen2-VL-7B-Instruct"
     template: str | None = pydantic.Field(
@@ -40,7 +42,8 @@ class Settings(vlm.Settings):
 
 
 class HPSv3(Reward):
-    """Mean of HPSv3's preference distribution, about -5 to 13; of a video, the mean over frames."""
+    """Mean of HPSv3's preference distribution, about -5 to 13; for a video, the mean over
+    frames."""
 
     Settings = Settings
     name = "hpsv3"

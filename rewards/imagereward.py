@@ -1,7 +1,8 @@
 """ImageReward (arXiv:2304.05977): a linear head on BLIP-large's reading of prompt and picture.
 
-After github.com/THUDM/ImageReward at 6d863e1, ImageReward/ImageReward.py: BLIP's text encoder reads
-the prompt while it attends to the picture; [CLS] of its last hidden state goes through five linear
+Reference: github.com/THUDM/ImageReward at 6d863e1, ImageReward/ImageReward.py. BLIP's text encoder
+reads the prompt while it attends to the picture; [CLS] of its last hidden state goes through five
+linear
 layers without any activation, then (x - mean) / std with the two constants of that file. The
 network is transformers' (see networks/blip.py). Departures: the tokenizer is built from
 bert-base-uncased's vocab.txt; every key of the checkpoint is checked, where the reference loads
@@ -30,10 +31,12 @@ from flowrl.rewards.networks.clip import linears
 from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
-TOKENS = 35  # of a prompt, [CLS] and [SEP] among them
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the training set
-NUMBERS = {"THUDM/ImageReward": 446_206_689}  # of weights: BLIP-large and the head
-# BLIP's contrastive heads, and a buffer.
+TOKENS = 35  # most tokens of a prompt, with [CLS] and [SEP]
+# mean and std of the head's output over the training set
+MEAN, STD = 0.16717362830052426, 1.0333394966054072
+# hub name -> number of weights in BLIP-large and the head
+NUMBERS = {"THUDM/ImageReward": 446_206_689}
+# Beginnings of the checkpoint's keys that are not used: BLIP's contrastive heads, and a buffer.
 UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text.embeddings.position_ids")
 
 
@@ -52,7 +55,7 @@ class Settings(PictureSettings):
 class ImageReward(Reward):
     """Human preference for picture and prompt, z-scored over the training set: about -2.3 to 2.
 
-    Of a video, the mean over frames.
+    The score of a video is the mean over its frames.
     """
 
     Settings = Settings
@@ -70,7 +73,7 @@ class ImageReward(Reward):
         self.model = load_network(*_files(s.weights))
         vocab = path_of(s.vocab, "vocab.txt", reward="imagereward", setting="vocab")
         self.tokenizer = BertWordPieceTokenizer(str(vocab), lowercase=True)
-        # BLIP's, read only where a prompt spells them.
+        # BLIP added these tokens; they are read only where a prompt spells them.
         self.tokenizer.add_special_tokens(["[DEC]", "[ENC]"])
 
     def __call__(
@@ -89,7 +92,7 @@ class ImageReward(Reward):
         self._encoded(list(dict.fromkeys(prompts)), known=True)
 
     def _encoded(self, prompts: list[str], *, known: bool = False) -> list[list[int]]:
-        """[CLS] prompt [SEP] of each, uncut."""
+        """Token ids [CLS] prompt [SEP] of each prompt, uncut."""
         found = [encoding.ids for encoding in self.tokenizer.encode_batch(prompts)]
         warn_cut("imagereward", [len(ids) for ids in found], TOKENS, known=known)
         return found
@@ -97,7 +100,8 @@ class ImageReward(Reward):
     def _tokens(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """ids and mask (B, 35): [CLS] prompt [SEP], cut so that [SEP] stays, padded with [PAD]."""
         found = self._encoded(prompts)
-        ids, mask = torch.zeros(2, len(found), TOKENS, dtype=torch.long)  # bert's [PAD] is 0
+        # zeros, because bert's [PAD] is 0
+        ids, mask = torch.zeros(2, len(found), TOKENS, dtype=torch.long)
         for row, tokens in enumerate(found):
             tokens = [*tokens[: TOKENS - 1], tokens[-1]] if len(tokens) > TOKENS else tokens
             ids[row, : len(tokens)], mask[row, : len(tokens)] = torch.tensor(tokens), 1
@@ -105,7 +109,7 @@ class ImageReward(Reward):
 
 
 def _files(weights: str) -> tuple[Path, dict[str, Any]]:
-    """ImageReward.pt, and what the med_config.json beside it holds."""
+    """Path of ImageReward.pt, and the contents of the med_config.json beside it."""
     names = "ImageReward.pt", "med_config.json"
     checkpoint = path_of(weights, names[0], reward="imagereward", beside=names[1])
     source = str(checkpoint.parent) if located(weights).is_file() else weights
@@ -127,7 +131,7 @@ class ImageRewardNetwork(nn.Module):
 
 
 def load_network(path: Path, med_config: dict[str, Any]) -> ImageRewardNetwork:
-    """ImageReward.pt (blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.*), frozen."""
+    """Load ImageReward.pt (blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.*), frozen."""
     blip: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
     for key, value in tensors(path).items():

@@ -33,39 +33,47 @@ class Settings(Base):
     model: Any = pydantic.Field(
         None,
         description=(
-            'The inverse dynamics model: "path/to/file.py:Class", a torch module; in Python also'
-            " the module itself."
+            'The inverse dynamics model: "path/to/file.py:Class", a torch module; Python may also'
+            " give the module itself."
         ),
     )
     model_settings: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="Keyword arguments of the class."
     )
-    weights: str | None = pydantic.Field(None, description="Its weights, a .safetensors file.")
+    weights: str | None = pydantic.Field(
+        None, description="Weights of the model, a .safetensors file."
+    )
     input: Literal["pairs", "video"] = pydantic.Field(
         "pairs",
         description=(
-            "pairs: model(before, after) of each step; video: model(clip), an answer for each step."
+            "How the model is called: model(before, after) for each step (pairs), or model(clip),"
+            " which answers for each step (video)."
         ),
     )
     agreement: Literal["argmax", "exp", "threshold"] = pydantic.Field(
         "argmax",
         description=(
-            "argmax: the likeliest of K actions is the given one; exp, threshold: closeness of"
-            " continuous actions."
+            "How actions agree. argmax: the likeliest of K actions is the given one; exp,"
+            " threshold: closeness of continuous actions."
         ),
     )
     scale: float = pydantic.Field(
-        1.0, gt=0, description="exp: squared distance at which agreement is 1/e."
+        1.0, gt=0, description="Squared distance at which agreement is 1/e, for agreement=exp."
     )
     threshold: float = pydantic.Field(
-        0.1, ge=0, description="threshold: largest distance that agrees."
+        0.1, ge=0, description="Largest distance that agrees, for agreement=threshold."
     )
     actions: Literal["column", "meta"] = pydantic.Field(
-        "column", description='Where the given actions are: context.actions or meta["actions"].'
+        "column",
+        description=(
+            'Place of the given actions: context.actions (column) or meta["actions"] (meta).'
+        ),
     )
     rounding: bool = pydantic.Field(
         True,
-        description="Score what a saved video would show; false lets the gradient of exp through.",
+        description=(
+            "Score the bytes that a saved video would show; false lets the gradient of exp through."
+        ),
     )
     chunk: int = pydantic.Field(64, ge=1, description="Most steps in one forward.")
 
@@ -112,7 +120,7 @@ class InverseDynamics(Reward):
         return agrees.masked_fill(~read.isfinite().all(-1), torch.nan).mean(1)
 
     def _agreement(self, read: Tensor, given: Tensor) -> Tensor:
-        """Whether, or how far, each step's action is read back: (B, F - 1), bool or in [0, 1]."""
+        """Whether, or how well, each step's action is read back: (B, F - 1), bool or in [0, 1]."""
         if self.settings.agreement == "argmax":
             low, high, known = int(given.min()), int(given.max()), read.shape[-1]
             if low < 0 or high >= known:
@@ -126,9 +134,9 @@ class InverseDynamics(Reward):
         return square.sqrt() <= self.settings.threshold
 
     def _given(self, media: Tensor, context: MediaContext | None) -> Tensor:
-        """The actions of each step; ValueError if they do not fit.
+        """The actions of each step, (B, F - 1) int64, or (B, F - 1, A) fp32 if they are continuous.
 
-        -> (B, F - 1) int64, or (B, F - 1, A) fp32 where they are continuous.
+        Raises ValueError if they do not fit.
         """
         frames, steps = media.shape[1], media.shape[1] - 1
         if self.settings.actions == "meta":
@@ -160,7 +168,7 @@ class InverseDynamics(Reward):
         return actions.long() if discrete else actions.float()
 
     def _read(self, media: Tensor, given: torch.Size) -> Tensor:
-        """(B, F, 3, H, W) -> what the model answers for each step, (B, F - 1, K) fp32.
+        """Answers of the model for each step, (B, F, 3, H, W) -> (B, F - 1, K) fp32.
 
         given: the shape of the actions, (B, F - 1) or (B, F - 1, K).
         """
@@ -188,7 +196,7 @@ class InverseDynamics(Reward):
 
 
 def _from_meta(context: MediaContext | None, steps: int) -> tuple[Tensor | None, str]:
-    """Each prompt's own actions; None where they do not fit, and what there is instead."""
+    """Each prompt's own actions; where they do not fit, None and a description of what is there."""
     if context is None or context.meta is None:
         return None, "no actions"
     columns = [torch.tensor(meta["actions"]) for meta in context.meta]
@@ -199,7 +207,8 @@ def _from_meta(context: MediaContext | None, steps: int) -> tuple[Tensor | None,
 
 
 def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> nn.Module:
-    """The model as settings name it, frozen, in eval mode; ValueError: not safe to load."""
+    """Load the model that settings name, frozen, in eval mode; ValueError: it is not safe to
+    load."""
     if model is None:
         raise ValueError(
             "reward inverse_dynamics needs a model that reads actions from frames: set"
@@ -221,7 +230,7 @@ def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> 
 
 
 def _refuse_unused(settings: Mapping[str, Any], weights: str | None) -> None:
-    """Settings that a module, which is loaded already, would not read."""
+    """Refuse settings that a module, which is loaded already, would not read."""
     if weights is not None or settings:
         given = f"weights={weights}" if weights is not None else f"model_settings={dict(settings)}"
         raise ValueError(

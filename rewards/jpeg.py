@@ -22,17 +22,18 @@ from flowrl.types import MediaContext
 
 class Settings(Base):
     scale: Literal["flow_grpo", "ddpo"] = pydantic.Field(
-        "flow_grpo", description="flow_grpo divides kilobytes by 500; ddpo does not."
+        "flow_grpo",
+        description="Scale of the score: flow_grpo divides kilobytes by 500; ddpo does not.",
     )
     goal: Literal["compressible", "incompressible"] = pydantic.Field(
-        "compressible", description="Small files are good, or large ones."
+        "compressible", description="Whether small files are good, or large ones."
     )
     quality: int = pydantic.Field(95, ge=1, le=100, description="JPEG quality given to PIL.")
 
 
 class Jpeg(Reward):
-    """Minus kilobytes (1000 bytes) as a JPEG of quality 95, over 500; of a video, the mean over
-    frames.
+    """Minus kilobytes (1000 bytes) as a JPEG of quality 95, over 500; for a video, the mean over
+    its frames.
 
     At 512 x 512 a flat grey is 4.7 kB and uniform noise 308 kB: rewards of -0.009 and -0.62.
     """

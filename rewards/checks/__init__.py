@@ -1,1 +1,1 @@
-"""Whether a reward can be trusted: checks of its contract, its order, and attacks."""
+"""Checks whether a reward can be trusted: its contract, its order, and attacks."""

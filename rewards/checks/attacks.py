@@ -17,15 +17,15 @@ from flowrl.rewards.checks.subject import Finding, Subject, Verdict, deviation, 
 
 
 def attacked(subject: Subject) -> list[Finding]:
-    """What nobody should reward, against the median of the honest pictures; a reward of quality
-    fails on noise and on blank pictures."""
+    """Compare attacks, which nobody should reward, with the median of the honest pictures; a reward
+    of quality fails if noise or blank pictures win."""
     made = [attacks(s.media, s.prompt) for s in subject.examples]
     honest = middle(subject.honest)
     return [_attack(subject, name, [each[name] for each in made], honest) for name in made[0]]
 
 
 def _attack(subject: Subject, name: str, media: list[Tensor], honest: float) -> Finding:
-    """One attack, made of every picture, against the median of the honest ones."""
+    """Compare one attack, made of every picture, with the median of the honest ones."""
     pairs = zip(subject.examples, media, strict=True)
     scores = subject.scores([replace(s, media=changed) for s, changed in pairs])
     value = middle(scores)
@@ -56,7 +56,7 @@ def mirror(subject: Subject) -> list[Finding]:
 
 
 def _mirrored_with_prompt(subject: Subject, flipped: list[Example], own: Tensor) -> Finding:
-    """Mirror images under the prompt that they show, against the scores of the pictures (n,)."""
+    """Compare mirror images, under the prompt that they show, with the pictures' scores (n,)."""
     change = subject.scores([s.under(*s.mirrored) for s in flipped]) - own
     size = math.sqrt(float(change.double().square().nanmean()))
     limit = max(3 * subject.noise + subject.rounding, 0.05 * deviation(torch.cat(subject.seen)))
@@ -69,7 +69,7 @@ def _mirrored_with_prompt(subject: Subject, flipped: list[Example], own: Tensor)
 
 
 def _mirrored_alone(subject: Subject, flipped: list[Example], own: Tensor) -> Finding:
-    """Mirror images under the prompt of the picture, which says left or right."""
+    """Score mirror images under the prompt of the picture, which says left or right."""
     drop = own - subject.scores(flipped)
     seen = int((drop > subject.noise + subject.rounding).sum())
     share = seen / len(flipped)
@@ -82,7 +82,7 @@ def _mirrored_alone(subject: Subject, flipped: list[Example], own: Tensor) -> Fi
 
 
 def frame_order(subject: Subject) -> list[Finding]:
-    """What shuffled and reversed frames do to the score of a video; a frozen one is among the
+    """How shuffled and reversed frames change the score of a video; a frozen video is among the
     attacks."""
     if subject.examples[0].media.ndim == 3:
         return []
@@ -101,11 +101,11 @@ def frame_order(subject: Subject) -> list[Finding]:
 
 
 def videos(subject: Subject) -> list[Finding]:
-    """A still of two frames, for a reward of pictures that says it takes videos."""
+    """Score a still of two frames, for a reward of pictures that says it takes videos."""
     if subject.reward.video != "yes" or subject.examples[0].media.ndim == 4:
         return []
     stills = [replace(s, media=torch.stack([s.media] * 2)) for s in subject.examples[:2]]
-    if "reference" in subject.reward.needs:  # shaped as the media
+    if "reference" in subject.reward.needs:  # references must have the shape of the media
         stills = [replace(s, columns={**s.columns, "reference": s.media}) for s in stills]
     flaw = _why_not_scored(subject, stills)
     if flaw is None:

@@ -42,10 +42,10 @@ from flowrl.types import MediaContext
 
 Check = Callable[[Subject], list[Finding]]
 
-GROUPS = 6  # of a reward that compares their members
+GROUPS = 6  # number of groups for a reward that compares their members
 FIRST: tuple[Check, ...] = (determinism, batch_mates)
 LAST: tuple[Check, ...] = (replies, own_noise, reach, spread)
-ORDER: tuple[Check, ...] = (  # right_prompt finds out whether the prompt is read
+ORDER: tuple[Check, ...] = (  # right_prompt comes first: it finds out whether the prompt is read
     right_prompt,
     right_picture,
     swap_matrix,
@@ -61,7 +61,8 @@ def check(
 ) -> list[Finding]:
     """Try a reward on examples.
 
-    cheap: contract, determinism, batch mates and noise only, on a few. device: None: CUDA, if any.
+    cheap: only contract, determinism, batch mates and noise, on a few examples. device: None takes
+    CUDA, if there is one.
     """
     if len(examples) < 2:
         raise ValueError(
@@ -113,8 +114,8 @@ def noise(
 
 
 def group_spread(scores: Tensor, group: Tensor) -> float:
-    """Root mean square of the standard deviations (n - 1) of scores (B,) within groups (B,); 0
-    without any.
+    """Root mean square of the standard deviations (n - 1) of scores (B,) within groups (B,); 0 if
+    there are none.
 
     Groups without a difference teach nothing and are left out.
     """
@@ -128,8 +129,8 @@ def spread_warning(label: str, noise: float, spread: float) -> str | None:
     """A sentence where scores within a group (standard deviation `spread`) differ by less than the
     reward's own noise; else None.
 
-    noise is of a change, so of two scores: one score has noise^2 / 2 of its variance, and what is
-    left of spread^2 is the true one's.
+    noise belongs to a change, so to two scores: noise^2 / 2 of the variance of one score is noise,
+    and the rest of spread^2 is true.
     """
     if spread >= noise:
         return None
@@ -149,8 +150,8 @@ def below_noise(
 ) -> dict[str, str]:
     """label -> `spread_warning`, where there is one.
 
-    noise: of each reward; scored: label -> raw scores (B,) of samples in groups (B,). Groups that
-    are all flat train nothing, so they say nothing of later ones.
+    noise: label -> noise of the reward; scored: label -> raw scores (B,) of samples in groups (B,).
+    Groups that are all flat train nothing, so they say nothing about later ones.
     """
     out = {}
     for label, own in noise.items():
@@ -164,11 +165,11 @@ def below_noise(
 def before_training(
     rewards: RewardSet, media: Tensor, prompts: list[str], context: MediaContext
 ) -> tuple[list[str], dict[str, float]]:
-    """The cheap checks of every reward that is trained on -> sentences to warn with, and each
+    """Run the cheap checks of every reward that is trained on -> sentences to warn with, and each
     reward's own noise by label.
 
-    RewardBug where a reward breaks its contract or batch mates change a score. media, prompts,
-    context: samples of the run's first iteration; FEW of them are scored about six times.
+    Raises RewardBug where a reward breaks its contract or batch mates change a score. media,
+    prompts, context: samples of the run's first iteration; FEW of them are scored about six times.
     """
     said: list[str] = []
     noise: dict[str, float] = {}
@@ -179,7 +180,8 @@ def before_training(
             continue
         found = {f.name: f for f in check(reward, own, cheap=True, device=media.device)}
         _refuse_bugs(label, found)
-        if "batch mates" not in found:  # none could be scored: the loop counts them
+        # no sample could be scored, and the training loop counts such samples
+        if "batch mates" not in found:
             continue
         if found["determinism"].verdict == "fail":
             why = f"{found['determinism'].says}; what differs is noise in every advantage"
@@ -195,7 +197,7 @@ def _in_company(examples: list[Example]) -> list[Example]:
 
 
 def _refuse_bugs(label: str, found: Mapping[str, Finding]) -> None:
-    """RewardBug where the contract is broken, or a score depends on the rest of its batch."""
+    """Raise RewardBug where the contract is broken, or a score depends on the rest of its batch."""
     contract, mates = found["contract"], found.get("batch mates")
     if contract.verdict == "fail" and contract.value is None:
         raise RewardBug(f'reward "{label}": {contract.says}')

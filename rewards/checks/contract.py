@@ -24,21 +24,22 @@ from flowrl.rewards.checks.subject import (
 )
 from flowrl.runtime.copies import own
 
-FEW = 8  # examples that the cheap checks score
-REPLIES = ("", " ", ".", "...", "!?", "**", "-", "\n\n")  # of a judge that said nothing
-STEPS = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)  # of finite differences, in pixels of [0, 1]
+FEW = 8  # number of examples that the cheap checks score
+REPLIES = ("", " ", ".", "...", "!?", "**", "-", "\n\n")  # replies of a judge that say nothing
+STEPS = (3e-3, 1e-3, 3e-4, 1e-4, 3e-5)  # steps of finite differences, in units of pixels in [0, 1]
 
 
 def contract(subject: Subject) -> list[Finding]:
     """Check that every score is finite and in the declared range; shape, dtype and device are
     checked wherever rewards are scored.
 
-    value: how many could be scored; where some could not, how many those are.
+    value: the number of examples that could be scored; if some failed, the number of failures.
     """
     try:
         bad, count = int((~subject.honest.isfinite()).sum()), len(subject.honest)
     except RewardBug as error:
-        says = str(error).removeprefix(f'reward "{subject.label}" ')  # whose it is stands beside
+        # the table names the reward beside it
+        says = str(error).removeprefix(f'reward "{subject.label}" ')
         return [Finding(name="contract", verdict="fail", says=says)]
     if beyond := _beyond(subject, subject.honest):
         return [Finding(name="contract", verdict="fail", says=beyond)]
@@ -51,7 +52,7 @@ def contract(subject: Subject) -> list[Finding]:
 
 
 def _beyond(subject: Subject, scores: Tensor) -> str | None:
-    """What is wrong where scores (n,) leave the range that the reward declares."""
+    """Say what is wrong where scores (n,) leave the range that the reward declares."""
     scores = scores[scores.isfinite()]
     if subject.reward.range is None or not len(scores):
         return None
@@ -99,8 +100,8 @@ def batch_mates(subject: Subject) -> list[Finding]:
 
 
 def _gaps_in_other_batches(subject: Subject) -> dict[str, float]:
-    """Largest change of a score, by how samples were scored: all in another order, and three alone
-    (one group, of a reward that compares the members of a group)."""
+    """Way of scoring -> largest change of a score: all samples in another order, and three samples
+    alone (one group, for a reward that compares the members of a group)."""
     if subject.together:
         some, how, scores = subject.examples, "without other groups", subject.honest
         groups = [int(s.columns["group"]) for s in some]
@@ -120,8 +121,8 @@ def _gaps_in_other_batches(subject: Subject) -> dict[str, float]:
 
 
 def _unlike(examples: list[Example]) -> list[Example]:
-    """Every second one with the picture of its first near miss, if any: a verifier gives honest
-    pictures all the same score, and a batch mate would change nothing."""
+    """Give every second example the picture of its first near miss, if it has one: a verifier gives
+    all honest pictures the same score, and a batch mate would change nothing."""
     return [
         replace(s, media=s.near_misses[0].media) if i % 2 and s.near_misses else s
         for i, s in enumerate(examples)
@@ -141,7 +142,7 @@ def own_noise(subject: Subject) -> list[Finding]:
 
 
 def reach(subject: Subject) -> list[Finding]:
-    """Check that all scores, of wrong prompts and attacks too, are in the declared range."""
+    """Check that all scores, also those of wrong prompts and attacks, are in the declared range."""
     if subject.reward.range is None:
         return []
     if beyond := _beyond(subject, torch.cat(subject.seen)):
@@ -167,8 +168,8 @@ def spread(subject: Subject) -> list[Finding]:
 
 
 def replies(subject: Subject) -> list[Finding]:
-    """A judge that says nothing gives no score: rewards with `read_reply(text) -> float` are asked,
-    and NaN is right."""
+    """Check that a judge that says nothing gives no score: `read_reply(text) -> float`, where a
+    reward has it, must return NaN."""
     read = getattr(subject.reward, "read_reply", None)
     if read is None:
         return []
@@ -186,8 +187,8 @@ def replies(subject: Subject) -> list[Finding]:
 
 
 def gradient(subject: Subject) -> list[Finding]:
-    """If declared: finite, not zero for any sample, and equal to a finite difference along a random
-    direction."""
+    """Check a declared gradient: it is finite, not zero for any sample, and equal to a finite
+    difference along a random direction."""
     if not subject.reward.differentiable:
         return [Finding(name="gradient", verdict="note", says="none is declared")]
     some = _one_batch(subject)
@@ -210,7 +211,7 @@ def gradient(subject: Subject) -> list[Finding]:
 
 
 def _one_batch(subject: Subject) -> list[Example]:
-    """Two examples of one shape; of a reward that compares the members of a group, one group."""
+    """Two examples of one shape; one group, for a reward that compares the members of a group."""
     first = subject.examples[0]
     some = [s for s in subject.examples if s.media.shape == first.media.shape]
     if subject.together:
@@ -226,7 +227,7 @@ def _roughened(examples: list[Example]) -> Tensor:
 
 
 def _flaw_of(slope: Tensor) -> str | None:
-    """What is wrong with a gradient (n, *) at first sight."""
+    """Say what is wrong with a gradient (n, *) at first sight."""
     if bad := int((~slope.isfinite()).sum()):
         return f"{bad} of {slope.numel()} numbers are NaN or inf"
     if dead := int((slope.flatten(1).abs().amax(1) == 0).sum()):
@@ -237,10 +238,10 @@ def _flaw_of(slope: Tensor) -> str | None:
 def _against_differences(
     function: Callable[[Tensor], Tensor], media: Tensor, slope: Tensor
 ) -> Finding:
-    """The slope along a random direction against central differences; the best step counts."""
+    """Compare the slope along a random direction with central differences; the best step counts."""
     direction = _direction(media)
     expected = float((slope * direction).double().sum())
-    errors = []  # relative, of the steps that fp32 resolves
+    errors = []  # relative errors of the steps that fp32 resolves
     for step in STEPS:
         with torch.no_grad():
             high, low = (function(media + sign * step * direction).double() for sign in (1, -1))

@@ -1,4 +1,4 @@
-"""Pictures and videos whose truth is known, to try rewards on: what they show, and near misses.
+"""Pictures and videos whose truth is known, to try rewards on, with their prompts and near misses.
 
 Worlds: coloured shapes (flowrl.shapes, also moving ones for rewards of videos), written words for
 text recognition, and files of the user's own with their prompts. A near miss is a prompt that a
@@ -28,7 +28,7 @@ from flowrl.shapes.prompts import Prompt, all_prompts, find, scene
 from flowrl.shapes.scenes import PIXELS, RELATIONS, Object, render
 from flowrl.types import MediaContext
 
-TASKS = (  # a round of eight; relations are the hardest, and come in four kinds
+TASKS = (  # tasks of eight examples in turn; relations are the hardest, and come in four kinds
     "position",
     "counting",
     "position",
@@ -38,10 +38,10 @@ TASKS = (  # a round of eight; relations are the hardest, and come in four kinds
     "colors",
     "two_object",
 )
-MOST_NEAR_MISSES = {"relation": 3}  # of one kind for a picture; of others 2
+MOST_NEAR_MISSES = {"relation": 3}  # most near misses of a kind for each picture; other kinds: 2
 FRAMES = 8
-DRIFT = 1.0  # px a frame
-# Columns of a MediaContext that pictures of ours can fill.
+DRIFT = 1.0  # px by which a moving scene shifts in each frame
+# Columns of a MediaContext that our own pictures can fill.
 COLUMNS = frozenset({"meta", "group", "source", "reference"})
 
 
@@ -49,10 +49,10 @@ COLUMNS = frozenset({"meta", "group", "source", "reference"})
 class NearMiss:
     """A prompt, close to that of a picture, that the picture does not fulfil."""
 
-    attribute: str  # what differs, as "colour" or "count"
-    prompt: str  # what the picture does not show
-    meta: dict[str, Any]  # of that prompt
-    media: Tensor  # (3, H, W) or (F, 3, H, W), which fulfils it
+    attribute: str  # attribute that differs, as "colour" or "count"
+    prompt: str  # prompt that the picture does not fulfil
+    meta: dict[str, Any]  # meta of that prompt
+    media: Tensor  # (3, H, W) or (F, 3, H, W), a picture or video that fulfils it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class Example:
     """A picture or video with a prompt that it fulfils."""
 
     media: Tensor  # (3, H, W) or (F, 3, H, W), fp32 in [0, 1]
-    prompt: str  # what it shows
-    meta: dict[str, Any]  # of the prompt, as a data file brings it
-    near_misses: tuple[NearMiss, ...] = ()  # prompts that it does not fulfil
+    prompt: str  # prompt that the media fulfil
+    meta: dict[str, Any]  # meta of the prompt, as a data file brings it
+    near_misses: tuple[NearMiss, ...] = ()  # prompts that the media do not fulfil
     # prompt and meta that the mirror image fulfils; None: not known
     mirrored: tuple[str, dict[str, Any]] | None = None
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # others of its MediaContext
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # other columns of its MediaContext
 
     def under(self, prompt: str, meta: dict[str, Any]) -> Example:
         """The same picture with another prompt."""
@@ -81,7 +81,7 @@ class Example:
 
 
 def context_of(examples: Sequence[Example], device: torch.device | str = "cpu") -> MediaContext:
-    """The columns of examples, as a reward gets them."""
+    """The context of examples, as a reward gets it."""
     columns = {
         name: torch.stack([s.columns[name] for s in examples]).to(device)
         for name in examples[0].columns
@@ -90,10 +90,10 @@ def context_of(examples: Sequence[Example], device: torch.device | str = "cpu") 
 
 
 def fits(reward: Reward, *, count: int | None = None, frames: int | None = None) -> list[Example]:
-    """`count` examples that suit a reward, by its name and by what it reads; ValueError where none
-    of ours carry what it needs.
+    """`count` examples that suit a reward, by its name and its inputs; ValueError where no examples
+    of ours carry the inputs that it needs.
 
-    frames: of videos; None: FRAMES of them for a reward of videos, and pictures for any other.
+    frames: frames of videos; None: FRAMES for a reward of videos, and pictures for any other.
     """
     if frames is not None and (reward.name == "ocr" or reward.video == "no"):
         raise ValueError(
@@ -109,14 +109,13 @@ def fits(reward: Reward, *, count: int | None = None, frames: int | None = None)
 
 
 def _of_videos(reward: Any) -> bool:
-    """Whether it takes nothing but videos, or pools the frames of one, itself or in what it is made
-    of."""
+    """Whether a reward takes nothing but videos, or pools their frames, or an inner reward does."""
     pools = getattr(reward, "name", "") == "video" or getattr(reward, "video", "") == "only"
     return pools or (hasattr(reward, "inner") and _of_videos(reward.inner))
 
 
 def _check_served(reward: Reward, shapes: Sequence[Example]) -> None:
-    """ValueError unless examples of the shapes world carry all that a reward reads."""
+    """Raise ValueError unless examples of the shapes world carry all that a reward reads."""
     instead = "give pictures of your own, with a metadata.jsonl whose lines carry what it reads"
     if missing := sorted(reward.needs - COLUMNS):
         raise ValueError(
@@ -150,7 +149,7 @@ def _check_count(count: int) -> None:
 
 
 def _prompt(i: int, generator: torch.Generator) -> Prompt:
-    """A random prompt of the i-th task; every relation in turn."""
+    """A random prompt of the i-th task; relations take turns."""
     task = TASKS[i % len(TASKS)]
     members = _by_task()[task]
     if task == "position":
@@ -169,7 +168,7 @@ def _scene(prompt: Prompt, generator: torch.Generator, frames: int | None) -> Ex
     objects = scene(prompt, generator)
     near_misses = _near_misses(prompt, objects, generator, frames)
     media, mirrored = _drawn(objects, frames), _mirrored(prompt)
-    source = near_misses[0].media  # what an edit could have started from
+    source = near_misses[0].media  # picture from which an edit could have started
     return Example(
         media=media,
         prompt=prompt["prompt"],
@@ -187,7 +186,7 @@ def _near_misses(
     near miss."""
     chosen = _close_prompts(prompt, objects, generator)
     out = []
-    # Swaps first: of two prompts that say the same, the first that is tried is dropped.
+    # Swaps come first: of two prompts that say the same, the one that is tried first is dropped.
     for kind, close in sorted(chosen, key=lambda pair: pair[0] != "swap"):
         others = [prompt, *(p for _, p in chosen if p is not close)]
         shown = _scene_without(others, close, generator)
@@ -226,8 +225,8 @@ def _shows(objects: list[Object], prompt: Prompt) -> bool:
 def _scene_without(
     others: list[Prompt], prompt: Prompt, generator: torch.Generator
 ) -> list[Object] | None:
-    """A scene of the prompt that shows none of the others (a thing to the upper left is above and
-    left of another); None: there is none."""
+    """A scene of the prompt that shows none of the others (a thing to the upper left of another is
+    both above it and left of it); None: no such scene was found."""
     for _ in range(50):
         objects = scene(prompt, generator)
         if not any(_shows(objects, other) for other in others):
@@ -236,7 +235,7 @@ def _scene_without(
 
 
 def _mirrored(prompt: Prompt) -> Prompt:
-    """What the mirror image of its pictures shows."""
+    """The prompt that the mirror images of a prompt's pictures show."""
     opposite = {"left of": "right of", "right of": "left of"}
     relations = [clause["position"][0] for clause in prompt["include"] if "position" in clause]
     if not relations or relations[0] not in opposite:
@@ -298,8 +297,8 @@ def files(
     prompts: Path | None = None,
     most: int = 16,
 ) -> list[Example]:
-    """At most `most` images of the user's own, evenly out of all; their prompts as for `flowrl
-    score`.
+    """At most `most` images of the user's own, spread evenly over all; their prompts are given as
+    for `flowrl score`.
 
     Near misses: up to four files with other prompts.
     """
@@ -317,7 +316,8 @@ def files(
 
 
 def _other_files(every: list[Example], i: int) -> tuple[NearMiss, ...]:
-    """The next four files after number i, in a circle, whose prompts differ from that of i."""
+    """The next four files after number i whose prompts differ from its prompt; the first file
+    follows the last."""
     following = every[i + 1 :] + every[:i]
     others = [s for s in following if s.prompt != every[i].prompt][:4]
     return tuple(

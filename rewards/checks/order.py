@@ -1,9 +1,10 @@
 """Checks of order: does a reward put right above wrong? Pictures under close prompts, close
 pictures under a prompt, members of a group.
 
-All pairs differ in one attribute, so a number says which attribute a reward is blind to. A share of
-pairs in the right order fails where a sign test excludes chance from the wrong side. Below 0.75 it
-fails if the reward declares that it verifies the attribute, and is warned of otherwise.
+All pairs differ in one attribute, so a number says which attribute a reward is blind to. The check
+fails where a sign test shows that fewer pairs are in the right order than chance would give. A
+share below 0.75 fails if the reward declares that it verifies the attribute, and else gives a
+warning.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CHANCE, GOOD = 0.05, 0.75
 
 
 def right_prompt(subject: Subject) -> list[Finding]:
-    """Each picture under its prompt and under wrong ones; also whether the prompt is read."""
+    """Compare each picture under its prompt and under wrong ones; also find whether the prompt is
+    read."""
     pairs = _pairs(subject)
     if not pairs:
         subject.reads_prompt = False
@@ -52,7 +54,8 @@ def _pairs(subject: Subject) -> list[tuple[int, NearMiss]]:
 
 
 def _unread(subject: Subject, count: int) -> Finding:
-    """The prompt changes no score: a fault of a reward that says it reads the prompt."""
+    """Report that the prompt changes no score, a fault if the reward says that it reads the
+    prompt."""
     if not _reads(subject.reward):
         says = "the score does not depend on the prompt"
         return Finding(name="right prompt", verdict="note", says=says)
@@ -70,9 +73,9 @@ def _reads(reward: Reward) -> bool:
 def in_order(
     name: str, right: Tensor, wrong: Tensor, rounding: float, what: str, below: Verdict = "warn"
 ) -> Finding:
-    """Share of pairs (n,) and (n,) in which right is above wrong, a tie for half.
+    """Share of pairs (n,) and (n,) in which right is above wrong; a tie counts 1/2.
 
-    The sign test is on the pairs that are not ties. below: the verdict of a share under 0.75.
+    The sign test reads the pairs that are not ties. below: the verdict on a share under 0.75.
     """
     difference = (right - wrong)[(right - wrong).isfinite()]
     count = len(difference)
@@ -90,8 +93,8 @@ def in_order(
 
 
 def rates(right: Tensor, wrong: Tensor) -> list[Finding]:
-    """False positives and negatives where one threshold, the best there is (Youden's), tells right
-    prompts (n,) from wrong ones (m,)."""
+    """Rates of false positives and negatives when the best threshold (Youden's) separates scores of
+    right prompts (n,) from scores of wrong ones (m,)."""
     right, wrong = right[right.isfinite()].double(), wrong[wrong.isfinite()].double()
     levels = torch.cat([right, wrong]).unique()
     if len(levels) < 2:
@@ -112,8 +115,8 @@ def rates(right: Tensor, wrong: Tensor) -> list[Finding]:
 
 
 def right_picture(subject: Subject) -> list[Finding]:
-    """Each picture against pictures of its wrong prompts, under its own prompt: what the members of
-    a group are to each other."""
+    """Compare each picture with pictures of its wrong prompts, under its own prompt, as training
+    compares the members of a group."""
     if not subject.reads_prompt:
         return []
     pairs = _pairs(subject)
@@ -130,8 +133,8 @@ def right_picture(subject: Subject) -> list[Finding]:
 
 
 def swap_matrix(subject: Subject) -> list[Finding]:
-    """k close prompts and their pictures, each picture under each prompt: is the diagonal the
-    highest of its row and of its column?"""
+    """Score k close prompts and their pictures, each picture under each prompt, and test whether
+    the diagonal is the highest of its row and of its column."""
     if not subject.reads_prompt:
         return []
     members = _close_prompts(subject)
@@ -156,19 +159,21 @@ def swap_matrix(subject: Subject) -> list[Finding]:
 def _close_prompts(subject: Subject) -> list[Example]:
     """The example with the most wrong prompts, and each of these with its picture, once."""
     own = max(subject.examples, key=lambda s: len({miss.prompt for miss in s.near_misses}))
-    near = {miss.prompt: miss for miss in own.near_misses}  # files may hold a prompt several times
+    # a dict, because files may hold a prompt several times
+    near = {miss.prompt: miss for miss in own.near_misses}
     others = [replace(own, media=m.media, prompt=m.prompt, meta=m.meta) for m in near.values()]
     return [own, *others]
 
 
 def _over(matrix: Tensor, own: Tensor) -> Tensor:
-    """How far each score is above `own`; the lowest number on the diagonal and where one failed."""
+    """How far each score is above `own`; the lowest number on the diagonal and for failed
+    scores."""
     return (matrix - own).fill_diagonal_(-math.inf).nan_to_num(-math.inf)
 
 
 def grouped(examples: Sequence[Example]) -> tuple[list[Example], list[str]]:
-    """Each picture with near misses and attacks as a group under its prompt -> the members, and
-    what each is (`Subject.kinds`)."""
+    """Make each picture, its near misses and attacks a group under its prompt -> the members, and
+    the kind of each (`Subject.kinds`)."""
     members, kinds = [], []
     for number, s in enumerate(examples):
         rivals = {"right": s.media} | {miss.attribute: miss.media for miss in s.near_misses}

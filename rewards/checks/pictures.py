@@ -19,8 +19,8 @@ RECODINGS = ("JPEG of quality 98", "one level of dither", "half a percent of bri
 
 
 def attacks(media: Tensor, prompt: str) -> dict[str, Tensor]:
-    """What nobody should reward for this prompt, shaped as media: nothing, noise, the prompt as
-    text, the picture nine times, spoilt."""
+    """Pictures that nobody should reward for this prompt, shaped as media: blank ones, noise, the
+    prompt as text, the picture nine times, a spoilt one."""
     frames = media if media.ndim == 4 else media[None]
     height, width = frames.shape[-2:]
     noise = torch.rand(frames.shape, generator=torch.Generator().manual_seed(0)).to(media)
@@ -48,7 +48,7 @@ def written(text: str, height: int, width: int) -> Tensor:
     draw = ImageDraw.Draw(image)
     for size in range(max(8, height // 3), 5, -1):
         font = _font(size)
-        most = max(1, int(1.8 * width / size))  # characters in a line
+        most = max(1, int(1.8 * width / size))  # most characters in a line
         lines = "\n".join(textwrap.wrap(text, most, break_long_words=size <= 8))
         left, top, right, bottom = draw.multiline_textbbox((0, 0), lines, font=font)
         if right - left <= 0.94 * width and bottom - top <= 0.94 * height:
@@ -79,6 +79,6 @@ def recoded(media: Tensor, kind: int, *, seed: int = 0) -> Tensor:
 
 def _jpeg(image: Image.Image) -> Image.Image:
     buffer = io.BytesIO()
-    # Full colour resolution: PIL's default bleeds at sharp edges.
+    # subsampling=0 keeps the full colour resolution: PIL's default bleeds at sharp edges.
     image.save(buffer, format="JPEG", quality=98, subsampling=0)
     return Image.open(buffer)

@@ -19,26 +19,26 @@ from flowrl.rewards.checks.pictures import NOTHING, RECODINGS, recoded
 from flowrl.rewards.core.reward import verifiable
 from flowrl.types import MediaContext
 
-CHUNK = 16  # examples scored at once
-ROUNDING = 1e-5  # of the largest score: what the order of fp32 sums may change
+CHUNK = 16  # most examples scored at once
+ROUNDING = 1e-5  # share of the largest score that the order of fp32 sums may change
 
 Verdict = Literal["ok", "fail", "warn", "note"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a check found."""
+    """The result of a check."""
 
-    name: str  # of the check
+    name: str  # name of the check
     verdict: Verdict  # "fail" and "warn" ask for action; "note" is only information
     value: float | None = None  # the number behind the verdict, if there is one
-    says: str  # a sentence for the user
+    says: str  # sentence for the user
 
 
 class Subject:
-    """A reward, examples, and what the checks find out about them on the way.
+    """A reward, examples, and the facts that the checks find out about them on the way.
 
-    kinds: of a reward that compares the members of a group, what each example is: "right", the
+    kinds: the kind of each example, for a reward that compares the members of a group: "right", the
     attribute of a near miss, or an attack. deterministic, reads_prompt: true until a check finds
     otherwise.
     """
@@ -102,7 +102,8 @@ class Subject:
         return "fail" if self.reward.quality and attack in NOTHING else "warn"
 
     def unscored(self, scores: Tensor) -> str | None:
-        """What is wrong where scores (n,) of changed pictures fail more often than honest ones."""
+        """Say what is wrong where scores (n,) of changed pictures fail more often than honest
+        ones."""
         lost, usual = (~scores.isfinite()).float().mean(), (~self.honest.isfinite()).float().mean()
         if lost <= usual:
             return None
@@ -110,7 +111,8 @@ class Subject:
         return f"{int((~scores.isfinite()).sum())} of {len(scores)} are not scored{said}"
 
     def blind(self, *attributes: str) -> Verdict:
-        """The verdict if right is not told from wrong in these attributes of prompts."""
+        """The verdict if the reward does not tell right from wrong in these attributes of
+        prompts."""
         return "fail" if self.reward.verifies.issuperset(attributes) else "warn"
 
     @cached_property
@@ -158,7 +160,7 @@ def middle(values: Tensor) -> float:
 def examples_of(
     media: Tensor, prompts: list[str], context: MediaContext | None = None
 ) -> list[Example]:
-    """Samples of training as examples: nothing is known about what they show."""
+    """Make samples of training examples: their prompts are known, and what they show is not."""
     context = MediaContext() if context is None else context
     columns = {field.name: getattr(context, field.name) for field in fields(MediaContext)}
     metas = columns.pop("meta") or [{} for _ in prompts]

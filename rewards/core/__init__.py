@@ -1,1 +1,1 @@
-"""What every reward is made of, and how samples are scored."""
+"""Parts of which every reward is made, and the scoring of samples."""

@@ -1,4 +1,4 @@
-"""One call of a reward: within its time, and never the end of the process."""
+"""One call of a reward, which keeps to its time limit and never ends the process."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def ask(
     prompts: list[str],
     context: MediaContext | None,
 ) -> Any:
-    """What a reward, or its `parts`, says of samples, copies of which it may write into;
+    """Call a reward, or its `parts`, with copies of samples, into which it may write; raise
     RewardUnavailable after `seconds`.
 
-    seconds: None: any time. A limit ends a call in the main thread where it is; one from another
+    seconds: None sets no limit. A limit interrupts a call in the main thread; a call from another
     thread is left behind in a thread of its own, the same for all rewards.
     """
     call = partial(_without_exit, function, *own((media, prompts, context)))
@@ -44,9 +44,11 @@ def ask(
 
 
 def _without_exit(function: Callable[..., Any], media: Tensor, *others: Any) -> Any:
-    """The call itself; what would end the process, such as sys.exit, is an error like others."""
+    """Call the function; an attempt to end the process, such as sys.exit, is an error like
+    others."""
     try:
-        with torch.no_grad(), torch.cuda.device_of(media):  # both are a thread's own
+        # each thread has its own gradient mode and device
+        with torch.no_grad(), torch.cuda.device_of(media):
             return function(media, *others)
     except (Exception, KeyboardInterrupt, Aborted, Overdue):
         raise

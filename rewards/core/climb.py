@@ -15,8 +15,8 @@ from flowrl.types import MediaContext
 
 
 def without_gradient(rewards: RewardSet) -> str:
-    """Why rewards cannot be climbed as they are loaded, naming those that give no gradient; ""
-    where all weighted ones give one."""
+    """Why rewards cannot be climbed as they are loaded: names those that give no gradient; "" where
+    all weighted ones give one."""
     for label, primary in rewards.strata.items():
         return (
             f"the method climbs the gradient of rewards, and reward.{label}.stratify={primary} has"
@@ -36,8 +36,8 @@ def without_gradient(rewards: RewardSet) -> str:
 
 
 def climb(media: Tensor, prompts: list[str], rewards: RewardSet, context: MediaContext) -> Tensor:
-    """Weighted sum of rewards (B,) fp32 of media (B, *D), differentiable in the media: a gate has
-    no gradient. Rewards of weight 0 that are no gate are not asked."""
+    """Weighted sum of rewards (B,) fp32 of media (B, *D), differentiable in the media, but for
+    gates, which have no gradient. Rewards of weight 0 that are no gate are not called."""
     asked = {label: r for label, r in rewards.rewards.items() if label in rewards.decisive}
     check_columns(replace(rewards, rewards=asked), given_columns(context))
     check_kind(asked, media, prompts)

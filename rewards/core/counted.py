@@ -1,4 +1,4 @@
-"""What weights multiply, where rewards depend on each other.
+"""The values that weights multiply, where rewards depend on each other.
 
 gate      c = r where every named reward is at least its threshold, else 0
 stratify  c = gap * u within each group; u in [0, 1] is the place of r between the lowest and the
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward_set import RewardSet
 
-APART = 1e-6  # values of the primary reward that are closer are one level
+APART = 1e-6  # least distance between two levels: closer values of the primary reward are one level
 
 
 def counted(
     chosen: RewardSet, raw: Mapping[str, Tensor], group: Tensor | None
 ) -> dict[str, Tensor]:
     """Values (B,) fp32 of the weighted rewards that have a gate or are stratified, from raw ones
-    (B,), NaN where one failed. group (B,): needed where one is stratified.
+    (B,), NaN where scoring failed. group (B,): needed if a reward is stratified.
 
     NaN where a gate failed, or the reward itself did with its gates open. Samples that are invalid
     by any reward take no part in levels.
@@ -56,7 +56,8 @@ def door(thresholds: Mapping[str, float], raw: Mapping[str, Tensor]) -> Tensor:
 
 
 def behind(value: Tensor, opened: Tensor) -> Tensor:
-    """The value (B,) where the door (B,) is open, and 0 where it is closed, also of a NaN."""
+    """The value (B,) where the door (B,) is open, and 0 where it is closed, also for a NaN
+    value."""
     return torch.where(opened == 0, 0.0, opened * value)
 
 
@@ -76,12 +77,13 @@ def within_levels(
 
 
 def levels(primary: Tensor, weight: float) -> tuple[Tensor, float]:
-    """The level that each of one group's values (n,) is on, from 0, (n,) int64, and the gap."""
+    """The level of each value (n,) of one group, from 0, (n,) int64, and the gap."""
     order = primary.argsort()
     new = primary[order].double().diff() >= APART
     level = torch.empty_like(order)
     level[order] = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
-    distances = (weight * primary[order]).double().diff()[new]  # as fp32 adds them up
+    # distances in fp32, in which the sum is made
+    distances = (weight * primary[order]).double().diff()[new]
     return level, float(distances.min()) if len(distances) else weight
 
 

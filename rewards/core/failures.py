@@ -1,11 +1,11 @@
-"""Why samples have no score, by kind: an iteration's metrics reward/invalid/KIND count them."""
+"""Kinds of failures to score a sample: an iteration's metrics reward/invalid/KIND count them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 
-KINDS = {  # what happened
+KINDS = {  # kind -> what happened
     "pixels": "their pixels are NaN or inf: the policy or its decoder gives no picture",
     "nan": "the reward returned NaN or inf",
     "error": "the reward raised an exception",
@@ -15,12 +15,12 @@ KINDS = {  # what happened
     "overflow": "weight times score is beyond fp32",
 }
 OF_SERVERS = {  # names of exceptions, and of their parents, that say that a server failed
-    "ConnectionError",  # of Python, and of requests
-    "TransportError",  # of httpx
+    "ConnectionError",  # an exception of Python, and of the package requests
+    "TransportError",  # an exception of httpx
     "RequestException",
     "URLError",
-    "ClientError",  # of aiohttp
-    "APIError",  # of openai
+    "ClientError",  # an exception of aiohttp
+    "APIError",  # an exception of openai
 }
 
 
@@ -58,7 +58,7 @@ def kind_of(error: BaseException) -> str:
 
 
 def kinds_of(problem: str | None, failed: int) -> Counter[str]:
-    """The kinds of `failed` samples that a reward gave NaN, by what it says of them.
+    """The kinds of `failed` samples that a reward gave NaN, read from its `problem`.
 
     A reward around another one may count other things than samples (frames, questions): then the
     most frequent kind stands for all.

@@ -1,9 +1,10 @@
-"""Features of media: a vector for each sample, to tell how alike the samples of a prompt are.
+"""Features of media: a vector for each sample, by which the samples of a prompt are compared.
 
-clip    the picture's embedding by a CLIP of transformers
-dino    by DINOv2, which has seen no text
-shapes  by the tiny CLIP of the embedded world
-or a function of the user's, media (n, ...) -> (n, d). Of a video, the first three are the mean over
+clip    embedding of the picture by a CLIP of transformers
+dino    embedding by DINOv2, which has seen no text
+shapes  embedding by the tiny CLIP of the embedded world
+or a function of the user's, media (n, ...) -> (n, d). For a video, the first three are the mean
+over
 its frames, each of unit length.
 """
 
@@ -23,22 +24,23 @@ from flowrl.rewards.core.reward import load, network_bytes
 from flowrl.rewards.core.sizes import published
 from flowrl.runtime import registry
 
-NETWORKS = {  # name -> the weights that it has unless others are named
+NETWORKS = {  # name -> its weights, unless diversity.weights names others
     "clip": "openai/clip-vit-large-patch14",
     "dino": "facebook/dinov2-base",
     "shapes": None,
 }
-DINO = {"facebook/dinov2-base": 86_580_480, "facebook/dinov2-large": 304_368_640}  # of weights
+# hub name -> number of weights
+DINO = {"facebook/dinov2-base": 86_580_480, "facebook/dinov2-large": 304_368_640}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
     """Vectors by which media are compared, and the function that makes them."""
 
-    label: str  # diversity.features
+    label: str  # the setting diversity.features
     function: Callable[[Tensor], Any]  # media (n, ...) -> (n, d)
     pictures: bool  # whether it takes images and videos alone, frame by frame
-    network: Any = None  # what moves to a device: a Reward or a module
+    network: Any = None  # Reward or module that moves to a device
 
     def to(self, device: torch.device | str) -> None:
         if self.network is not None:
@@ -46,9 +48,10 @@ class Features:
 
     @torch.no_grad()
     def of(self, media: Tensor, rows: Tensor) -> Tensor:
-        """Media (B, ...), of which rows (n,) are shown -> (B, d) fp32, NaN in the other rows.
+        """Compute features of the rows (n,) of media (B, ...) -> (B, d) fp32, NaN in other rows.
 
-        (B, 0) where none is shown. RewardBug where a vector cannot be compared.
+        The result is (B, 0) if there are no rows. Raises RewardBug for a vector that cannot be
+        compared.
         """
         place = rows.to(media.device)
         if not len(rows):
@@ -59,7 +62,7 @@ class Features:
         return out
 
     def checked(self, media: Tensor) -> Tensor:
-        """The vectors of media, (n, d) fp32, each finite and not 0; else RewardBug."""
+        """The vectors of media, (n, d) fp32; raises RewardBug unless each is finite and not 0."""
         found, what = self.function(media), f"diversity.features={self.label} returned"
         expected = f"a tensor of shape ({len(media)}, d) on {media.device}"
         if not isinstance(found, Tensor):
@@ -82,9 +85,9 @@ class Features:
 def load_features(
     name: str, weights: str | None = None, *, live: Callable[[Tensor], Any] | None = None
 ) -> Features:
-    """What diversity.features names, loaded; live: the function itself, where a script gave one.
+    """Load the features that diversity.features names; live: the function, if a script gave one.
 
-    Unknown, or weights that are not there -> ValueError.
+    An unknown name, or missing weights -> ValueError.
     """
     if live is not None or registry.is_place(name):
         function = live or registry.member(name, what=f'diversity.features="{name}"')
@@ -113,8 +116,8 @@ def load_features(
 
 
 def features_bytes(name: str, weights: str | None = None) -> float | None:
-    """Bytes of what diversity.features names on a device, told without loading it; None: not
-    known."""
+    """Bytes that the network of diversity.features takes on a device, computed without loading it;
+    None: not known."""
     if name not in NETWORKS:
         return None
     source = weights or NETWORKS[name]
@@ -124,7 +127,7 @@ def features_bytes(name: str, weights: str | None = None) -> float | None:
 
 
 def check_name(name: str) -> None:
-    """ValueError unless it is a network of ours, a place or a live function."""
+    """Raise ValueError unless the name is a network of ours, a place or a live function."""
     if name not in NETWORKS and not registry.is_place(name) and not registry.is_live(name):
         raise ValueError(
             f'"{name}" is not known; choose {", ".join(NETWORKS)}, or name a function of yours as'
@@ -133,7 +136,8 @@ def check_name(name: str) -> None:
 
 
 def _network(name: str, source: str | None) -> tuple[Any, Callable[[Tensor], Tensor]]:
-    """(what moves to a device, frames (n, 3, H, W) -> (n, d))."""
+    """Load (the reward or module that moves to a device, function frames (n, 3, H, W) -> (n,
+    d))."""
     if name == "dino":
         from flowrl.rewards.networks.dino import Dino
 
@@ -150,7 +154,7 @@ def _clip(name: str, source: str | None) -> dict[str, Any]:
 
 
 def _reworded(message: str, name: str) -> str:
-    """What a reward's loader said, in the words of the section `diversity`."""
+    """The message of a reward's loader, in the words of the section `diversity`."""
     for setting in ("weights", "model", "pretrained"):
         for reward in ("clip", "dino"):
             message = message.replace(f"reward.{reward}.{setting}", "diversity.weights")

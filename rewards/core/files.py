@@ -1,4 +1,4 @@
-"""Scoring files: read, batched, scored."""
+"""Files are read, put together in batches and scored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flowrl.rewards.core.score import check_kind, check_meta
 from flowrl.runtime.log import Progress
 from flowrl.types import MediaContext
 
-WAITING = 4  # chunks of images, of all sizes, that are held until one size fills a chunk
-HELD = 2**28  # values of fp32 that are held however few images they are: 1 GB
+WAITING = 4  # most chunks of images, of all sizes, that wait until one size fills a chunk
+HELD = 2**28  # most fp32 values that wait, however few images they are: 1 GB
 
 
 def score_files(
@@ -29,13 +29,14 @@ def score_files(
     frames: int = 16,
     progress: bool = False,
 ) -> tuple[list[ScoredSample], list[str]]:
-    """Scores in the order of `samples`, and a sentence for each file that is left out or lacks the
-    score of a reward of weight 0.
+    """Score files -> scores in the order of `samples`, and a sentence for each file that is left
+    out
+    or lacks the score of a reward of weight 0.
 
     Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory,
-    whatever the number of files. Of a video or an animated picture, at most `frames` frames are
-    read. progress: show a bar. When a reward breaks down after the first scores, its sentence goes
-    to each of the files that are left: the scores before may have been paid for.
+    whatever the number of files. At most `frames` frames of a video or an animated picture are
+    read. progress: show a bar. When a reward breaks down after the first scores, each remaining
+    file gets its sentence, and the scores are kept: they may have been paid for.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scored: dict[int, ScoredSample] = {}
@@ -47,7 +48,7 @@ def score_files(
                 some = {i: samples[i] for i in rows}
                 _score_chunk(some, media.to(device), rewards, scored, problems)
                 bar.update(len(scored.keys() | problems.keys()))
-    # Scores that a judge was paid for are kept; without any, the fault is the answer.
+    # Scores that a judge was paid for are kept; if there are none, the error is raised.
     except (RewardBug, RewardUnavailable) as error:
         if not scored:
             raise
@@ -86,7 +87,7 @@ def _chunks(
     frames: int,
     problems: dict[int, str],
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """(rows of samples, their media (n, 3, H, W) or (n, F, 3, H, W)), n <= most, of one size.
+    """Yield (rows of samples, their media (n, 3, H, W) or (n, F, 3, H, W)), n <= most, of one size.
 
     A file that cannot be read, or is of a kind that a reward does not take, enters `problems`
     instead.
@@ -120,9 +121,9 @@ def _batch(pictures: dict[int, Tensor]) -> tuple[list[int], Tensor]:
 def with_meta(
     samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequence[str] = ("meta",)
 ) -> list[Sample]:
-    """Samples that carry what the rewards read; for prompts of the shapes world it is known.
+    """Samples with the meta that the rewards read, which is known for prompts of the shapes world.
 
-    columns: of the context, that the caller will offer. Missing or wrong -> ValueError.
+    columns: columns of the context that the caller will offer. Missing or wrong meta -> ValueError.
     """
     check_needs(rewards, columns)
     samples = list(samples)
@@ -133,7 +134,7 @@ def with_meta(
 
 
 def _with_clauses(samples: list[Sample]) -> list[Sample]:
-    """Samples whose meta says what prompts of the shapes world ask for."""
+    """Samples whose meta holds the clauses of prompts of the shapes world."""
     from flowrl.shapes.prompts import find
 
     texts = dict.fromkeys(s.prompt for s in samples if "include" not in s.meta)

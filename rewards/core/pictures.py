@@ -1,8 +1,8 @@
-"""How pictures reach a network.
+"""Ways in which pictures reach a network.
 
 Published scores depend on the resize as much as on the weights, so each way is named and tested.
-All take frames (n, 3, H, W) fp32 in [0, 1]. `rounded` gives what a saved PNG holds; without it the
-gradient passes.
+All take frames (n, 3, H, W) fp32 in [0, 1]. `rounded` gives the values of a saved PNG; without it
+the gradient passes.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def column_of(context: MediaContext | None, name: str, size: int) -> Tensor:
 
 
 def mean_of_frames(values: Tensor, media: Tensor) -> Tensor:
-    """One value a frame (n,) -> their mean a sample (B,) fp32; also (n, k) -> (B, k)."""
+    """Average the values of frames (n,) over each sample -> (B,) fp32; also (n, k) -> (B, k)."""
     return values.float().view(len(media), -1, *values.shape[1:]).mean(1)
 
 
 def in_chunks(function: Callable[..., Tensor], *columns: Any, chunk: int) -> Tensor:
-    """What a function gives for at most `chunk` rows of its arguments at a time, put together.
+    """Call a function with at most `chunk` rows of its arguments at a time, and join the results.
 
     columns: tensors or lists of the same length n -> (n, ...).
     """
@@ -64,10 +64,10 @@ def in_chunks(function: Callable[..., Tensor], *columns: Any, chunk: int) -> Ten
 
 
 def rated(reward: Reward, media: Tensor, rate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The mean over the frames of each sample of what a network says of them: (B,) or (B, k) fp32.
+    """Mean of a network's ratings over the frames of each sample: (B,) or (B, k) fp32.
 
-    rate: pictures (n, 3, H, W), at most the setting chunk, and which sample each is of (n,) -> (n,)
-    or (n, k). ValueError where media ask for a gradient that there is not.
+    rate: (pictures (n, 3, H, W), at most the setting chunk; the sample of each (n,)) -> (n,) or
+    (n, k). Raises ValueError where media ask for a gradient that the reward does not give.
     """
     refuse_gradient(reward, media)
     frames = frames_of(media)
@@ -94,18 +94,19 @@ def cropped(
     *,
     floor: bool = False,
 ) -> Tensor:
-    """Shortest side to `side` (antialiased), centre crop; overshoots of the bicubic are clamped, as
-    PIL does."""
+    """Resize the shortest side to `side` (antialiased) and crop the centre; overshoots of the
+    bicubic resize are clamped, as PIL does."""
     return _centre(F.resize(frames, [side], interpolation, antialias=True), side, floor).clamp(0, 1)
 
 
 def stretched(frames: Tensor, side: int) -> Tensor:
-    """To side x side without regard to the aspect, antialiased bicubic, clamped."""
+    """Resize to side x side without regard to the aspect, antialiased bicubic, clamped."""
     return F.resize(frames, [side, side], InterpolationMode.BICUBIC, antialias=True).clamp(0, 1)
 
 
 def fitted(frames: Tensor, side: int, *, antialias: bool = True) -> Tensor:
-    """Longest side to `side` (bicubic, not clamped), zeros around it: HPSv2's way."""
+    """Resize the longest side to `side` (bicubic, not clamped), with zeros around it, as HPSv2
+    does."""
     ratio = side / max(frames.shape[-2:])
     height, width = (round(length * ratio) for length in frames.shape[-2:])
     if ratio != 1:
@@ -115,7 +116,8 @@ def fitted(frames: Tensor, side: int, *, antialias: bool = True) -> Tensor:
 
 
 def by_pil(frames: Tensor, to_tensor: Callable[[Image.Image], Tensor]) -> Tensor:
-    """The reference's own way, picture by picture: to_tensor(PIL image) -> (3, h, w)."""
+    """Apply a reference's own preprocessing picture by picture: to_tensor(PIL image) -> (3, h,
+    w)."""
     return torch.stack([to_tensor(image) for image in to_pil(frames)]).to(frames.device)
 
 
@@ -130,7 +132,7 @@ def pil_cropped(frames: Tensor, side: int, *, floor: bool = False) -> Tensor:
 
 
 def pil_stretched(frames: Tensor, side: int) -> Tensor:
-    """`stretched` by PIL: what SigLIP's processor does."""
+    """`stretched` by PIL, as SigLIP's processor does it."""
 
     def to_tensor(image: Image.Image) -> Tensor:
         return F.to_tensor(F.resize(image, [side, side], InterpolationMode.BICUBIC))
@@ -151,7 +153,8 @@ def _centre(image: Picture, side: int, floor: bool) -> Picture:
 
 
 def refuse_gradient(reward: Reward, media: Tensor, remedy: str = "rounding=False") -> None:
-    """ValueError where media ask for a gradient that this reward, as loaded, does not give."""
+    """Raise ValueError where media ask for a gradient that this reward, as loaded, does not
+    give."""
     if media.requires_grad and torch.is_grad_enabled() and not reward.differentiable:
         raise ValueError(
             f"{reward.name} as it is loaded rounds pictures and gives no gradient; load it with"

@@ -1,4 +1,4 @@
-"""A checklist's questions: what is wrong with them, and the code that answers some of them.
+"""A checklist's questions: their faults, and the code that answers some of them.
 
 A question is {"question": str, "weight": float, "parent": None | index | [indices], "check": "vlm"
 | name of a code function, "args": {...}}; see rewards/checklist.py.
@@ -27,7 +27,7 @@ EXAMPLE = '{"question": "Is there a dog?", "weight": 1.0}'
 
 
 def check_of(question: Question) -> Any:
-    """Who answers: "vlm", a judge; else the name of a code function."""
+    """Who answers a question: "vlm" for a judge, or the name of a code function."""
     return question.get("check", "vlm")
 
 
@@ -39,11 +39,11 @@ def parents(question: Question) -> list[Any]:
     return list(parent) if isinstance(parent, list | tuple) else [parent]
 
 
-# --- what is wrong with a checklist
+# --- faults of a checklist
 
 
 def complaint(questions: Any, *, judged: bool) -> str | None:
-    """What is wrong with a checklist, as the end of a sentence; None if it can be answered.
+    """The fault of a checklist, as the end of a sentence; None if it can be answered.
 
     judged: whether there is an answerer.
     """
@@ -78,7 +78,7 @@ def _wrong_weight(question: Question) -> str | None:
 
 
 def _wrong_parent(question: Question, number: int) -> str | None:
-    """What is wrong with the parents of the question at place `number`."""
+    """The fault of the parents of the question at place `number`."""
     for parent in parents(question):
         whole = isinstance(parent, int) and not isinstance(parent, bool)
         if not whole or not 0 <= parent < number:
@@ -118,7 +118,7 @@ def _wrong_args(check: str, args: Any) -> str | None:
         inspect.signature(function).bind(None, **args)
     except TypeError as error:
         return f"{check} does not take args={dict(args)!r}: {error}"
-    except ValueError:  # a function of another language, which does not tell its signature
+    except ValueError:  # a function written in C may have no signature
         return None
     return None
 
@@ -129,7 +129,7 @@ def _wrong_args(check: str, args: Any) -> str | None:
 class InCode:
     """Answers in code about (n, 3, H, W) pictures, each with its questions.
 
-    What shapes or objects they show is detected once, for all of them.
+    Their shapes or objects are detected once, for all questions.
     """
 
     def __init__(

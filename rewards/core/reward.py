@@ -1,4 +1,4 @@
-"""What a reward is, and how one is found by name.
+"""The base class of rewards, and how a reward is found by its name.
 
 A reward is a module rewards/<name>.py that exposes `REWARD`, a subclass of Reward with a pydantic
 `Settings` schema. The file is the registration: nothing else has to be edited. Shared parts are in
@@ -29,9 +29,9 @@ from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(MediaContext))
-SHOWN = ("colour", "shape", "count", "relation", "swap")  # what prompts of objects state
-WRITTEN = ("word", "letter")  # what a prompt of a text states
-ORIGINS = {  # of the others: Python code, and clients of a reward server
+SHOWN = ("colour", "shape", "count", "relation", "swap")  # attributes that prompts of objects state
+WRITTEN = ("word", "letter")  # attributes that a prompt of a text states
+ORIGINS = {  # column -> who brings it; Python code or a reward server's client bring the others
     "meta": "every prompt of a data file brings it",
     "group": "a training run brings it, for its samples of one prompt",
     "source": 'every prompt of a data file that has a column "image" brings it',
@@ -41,32 +41,33 @@ ORIGINS = {  # of the others: Python code, and clients of a reward server
 class Reward:
     """Scores media for their prompts; higher is always better.
 
-    A subclass sets what follows; an instance may state it anew, as its settings decide.
+    A subclass sets these attributes; an instance may set them anew, as its settings decide.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
-    name: str = ""  # what the log calls it
+    name: str = ""  # name of the reward in the log
     scale: str = ""  # one sentence that says what a number means
     needs: frozenset[str] = frozenset()  # MediaContext columns that it reads
-    remedies: Mapping[str, str] = {}  # for such a column, the setting that does without it
-    # keys of each prompt's meta that it cannot do without; checked before a run
+    remedies: Mapping[str, str] = {}  # column -> setting with which the reward does not need it
+    # keys of each prompt's meta that it needs; checked before a run
     reads: frozenset[str] = frozenset()
     reads_prompt: bool = False  # whether the text matters, so that an empty one is refused
     # "pictures": images and videos; "any": whatever a policy makes, (B, *D)
     takes: Literal["pictures", "any"] = "pictures"
     # whether it takes videos; it always takes images, unless this is "only"
     video: Literal["yes", "no", "only"] = "yes"
-    # whether a gradient reaches the media, as loaded; a setting called rounding decides it
+    # whether a gradient reaches the media, as loaded; where a setting `rounding` exists, it decides
     differentiable: bool = False
     # lowest and highest possible score, inf for an open end; None: not known
     range: tuple[float, float] | None = None
     quality: bool = False  # whether it is meant to put honest pictures above noise and blank ones
-    # what it must tell right from wrong in a prompt (of SHOWN and WRITTEN), else a check fails
+    # attributes of prompts (SHOWN and WRITTEN) in which it must tell right from wrong, or a check
+    # fails
     verifies: frozenset[str] = frozenset()
     problem: str | None = None  # why samples of the last call failed
     answers: bool = False  # whether `told` has answers about pictures, which evaluation keeps
-    # whether it may hold networks on the device. A mapping: how many weights those have that the
-    # setting base, backbone or weights names, by their hub names; see network_bytes
+    # whether it may hold networks on the device. A mapping: hub name -> number of weights, for the
+    # network that the setting base, backbone or weights names; see network_bytes
     networks: bool | Mapping[str, int] = True
 
     def __init__(self, settings: Any = None):
@@ -83,12 +84,12 @@ class Reward:
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
     def inner_rewards(self) -> Sequence[Reward]:
-        """The rewards that this one asks: what the methods below are told reaches them too."""
+        """The rewards that this one asks; the methods below pass their arguments on to them."""
         return ()
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
-        """What is wrong with the values that this reward reads of a prompt, as the end of a
-        sentence; None: nothing."""
+        """The fault of the values that this reward reads of a prompt, as the end of a sentence;
+        None: they have none."""
         said = (reward.complaint(meta) for reward in self.inner_rewards())
         return next(filter(None, said), None)
 
@@ -102,14 +103,14 @@ class Reward:
         return {}
 
     def told(self, media: Tensor, context: MediaContext) -> list[list[dict[str, Any]]] | None:
-        """What it answered about each of these samples, if they are the last that it scored."""
+        """Its answers about each of these samples, if they are the last that it scored."""
         return None
 
     def expect(self, prompts: Sequence[str]) -> None:
-        """Receives the texts that will be scored, as far as they are known at start-up, so that a
+        """Receive the texts that will be scored, as far as they are known at start-up, so that a
         warning about all of them comes once."""
         for reward in self.inner_rewards():
-            reward.expect(list(prompts))  # one that changes its list changes no other's
+            reward.expect(list(prompts))  # a copy for each, because a reward may change its list
 
     def begin(self, run: Path) -> None:
         """A training run in the folder `run` begins, or goes on; most keep nothing there."""
@@ -118,8 +119,8 @@ class Reward:
 
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:
-        """Bytes that the networks of a reward with these settings take on a device, told without
-        loading them; None: not known."""
+        """Bytes that the networks of a reward with these settings take on a device, computed
+        without loading them; None: not known."""
         if isinstance(cls.networks, bool):
             return None if cls.networks else 0.0
         named = next(n for n in ("base", "backbone", "weights") if hasattr(settings, n))
@@ -205,7 +206,7 @@ class FunctionReward(Reward):
 
 
 def _check_callable(function: Any, name: str) -> None:
-    """ValueError unless it can be called with media, prompts and a context."""
+    """Raise ValueError unless it can be called with media, prompts and a context."""
     if not callable(function):
         raise ValueError(
             f'reward "{name}" is a {type(function).__name__}; give a name, a Reward or a function'
@@ -218,7 +219,7 @@ def _check_callable(function: Any, name: str) -> None:
         raise ValueError(
             f'reward "{name}" is called as {called}(media, prompts, context): {error}'
         ) from error
-    except ValueError:  # a builtin without a signature
+    except ValueError:  # a builtin may have no signature
         return
 
 
@@ -234,8 +235,8 @@ def reward(
     quality: bool = False,
     verifies: Iterable[str] = (),
 ) -> Any:
-    """Decorator: makes a function (media, prompts, context=None, *, setting=default, ...) -> (B,) a
-    reward; it can still be called.
+    """Make a function (media, prompts, context=None, *, setting=default, ...) -> (B,) a reward; it
+    can still be called. A decorator.
 
     Its keyword-only arguments are the reward's settings. The arguments of the decorator are
     attributes of flowrl.rewards.Reward.

@@ -36,21 +36,21 @@ class RewardSet:
     the gate of another.
     """
 
-    rewards: dict[str, Reward]  # by label
-    weights: dict[str, float]  # by label, of the sum
+    rewards: dict[str, Reward]  # label -> reward
+    weights: dict[str, float]  # label -> weight in the sum
     seconds: float | None = None  # most that one call of a reward may take; None: any time
-    # by label, of rewards that depend on others, or whose weight changes
+    # label -> rule, for rewards that depend on others, or whose weight changes
     rules: dict[str, RewardRule] = field(default_factory=dict)
-    # in which weights and thresholds hold; None: at the end of their schedules
+    # iteration whose weights and thresholds hold; None: those at the end of their schedules
     iteration: int | None = None
-    # Features of core/features.py, for comparing the members of a group; None: nothing does
+    # Features of core/features.py that compare the members of a group; None: they are not compared
     features: Any = None
-    # what else a run reads off its samples; see flowrl/rollouts/detectors.py
+    # reads further numbers off a run's samples; see flowrl/rollouts/detectors.py
     detectors: SampleReader | None = None
-    # labels that are no part of the total, and whose failure invalidates a sample; see credited
+    # labels that are no part of the total, but whose failure invalidates a sample; see credited
     apart: frozenset[str] = frozenset()
-    # brings networks that wait in host memory to their device (model.offload=all); None: they are
-    # there
+    # brings networks that wait in host memory to their device (model.offload=all); None: no network
+    # waits
     ready: Callable[[], None] | None = None
 
     @property
@@ -60,11 +60,11 @@ class RewardSet:
 
     @property
     def strata(self) -> dict[str, str]:
-        """Rewards that are scaled within the levels of another: label -> that of the other."""
+        """Rewards that are scaled within the levels of another: label -> label of the other."""
         return {k: rule.stratify for k, rule in self.rules.items() if rule.stratify is not None}
 
     def gates(self, label: str) -> dict[str, float]:
-        """Least values of other rewards with which one counts, by their labels."""
+        """Label of another reward -> its least value with which this reward counts."""
         gate = self.rules[label].gate if label in self.rules else {}
         return {other: least.at(self.iteration) for other, least in gate.items()}
 
@@ -88,11 +88,12 @@ class RewardSet:
 
     @property
     def climbers(self) -> frozenset[str]:
-        """Labels of mode=grad: their gradient is climbed beside a method's own loss."""
+        """Labels of rewards with mode=grad: their gradient is climbed beside a method's own
+        loss."""
         return frozenset(label for label, rule in self.rules.items() if rule.mode == "grad")
 
     def credited(self) -> RewardSet:
-        """What advantages come from: rewards of mode=grad are no part of the total."""
+        """The set that gives advantages: rewards of mode=grad are no part of its total."""
         if not (climbers := self.climbers):
             return self
         return replace(
@@ -119,8 +120,8 @@ class RewardSet:
         return {"weight": self.weights[label]} if rule is None else rule.stated
 
     def pointwise(self) -> RewardSet:
-        """Without rewards that compare the members of a group: those left can judge samples of
-        different models alike. Rewards that are scaled within levels, or whose gate is left out,
+        """The set without rewards that compare the members of a group: the others can judge samples
+        of different models alike. Rewards that are scaled within levels, or whose gate is left out,
         are measured only."""
         rewards = {k: reward for k, reward in self.rewards.items() if "group" not in reward.needs}
         rules = {k: rule for k, rule in self.rules.items() if k in rewards}
@@ -134,17 +135,18 @@ class RewardSet:
         )
 
     def beside(self, policy: Any) -> RewardSet:
-        """On a policy's device; where its networks make room there (model.offload=all), in host
-        memory until samples are scored."""
+        """Put the set on a policy's device; with model.offload=all, networks wait in host memory
+        until samples are scored."""
         turns = policy.turns
         if self.ready is not None or not turns.takes_scorers:
             return self.to(policy.device)
-        if self.features is not None:  # which compare samples after they are scored
+        # features stay on the device: they compare samples after scoring
+        if self.features is not None:
             self.features.to(policy.device)
         return replace(self, ready=turns.send_scorers(networks(self.rewards)))
 
     def to(self, device: torch.device | str) -> RewardSet:
-        if self.ready is not None:  # they come by themselves
+        if self.ready is not None:  # networks that wait come to their device by themselves
             return self
         for reward in self.rewards.values():
             reward.to(device)
@@ -154,7 +156,7 @@ class RewardSet:
 
 
 def load_set(spec: Spec | RewardSet) -> RewardSet:
-    """Load what a config states.
+    """Load the rewards that a config states.
 
     {"clip": 1.0} gives a weight; {"clip": {"weight": 0.5, "model": "ViT-B-16"}} gives settings too;
     {"strict": {"name": "shapes", "weight": 0, ...}} gives the reward another label; a Reward or a
@@ -180,8 +182,8 @@ def load_set(spec: Spec | RewardSet) -> RewardSet:
 
 
 def sizes(spec: Labelled) -> dict[str, float | None]:
-    """Bytes that the networks of each reward take on a device, by its label, told without loading
-    any; None: not known, as of what Python hands over."""
+    """Label of a reward -> bytes that its networks take on a device, computed without loading any;
+    None: not known, for example for objects that Python hands over."""
     return {label: _size(label, _options(entry)) for label, entry in spec.items()}
 
 
@@ -211,7 +213,7 @@ def by_label(spec: Any) -> Any:
 
 
 def _label(entry: Any) -> str:
-    """What a reward without a label is called."""
+    """The label of a reward that has none."""
     if isinstance(entry, str):
         return label_of(entry)
     cls = entry if isinstance(entry, type) else type(entry)
@@ -222,7 +224,7 @@ def _label(entry: Any) -> str:
 def _load_entry(label: str, entry: Mapping[str, Any]) -> Reward:
     """The reward of an entry, whose rule is known."""
     options = settings_of(entry)
-    # A text under "reward" is a setting, as of `rank`.
+    # A text under "reward" is a setting of the reward, as `rank` has one.
     given = None if isinstance(options.get("reward"), str) else options.pop("reward", None)
     if given is None:
         return load(options.pop("name", label), **options)

@@ -1,4 +1,4 @@
-"""How rewards depend on each other: what a config states beside a reward's settings, judged before
+"""Rules by which rewards depend on each other, stated beside a reward's settings and checked before
 any reward is loaded.
 
 weight    a number, or one that changes with the iteration
@@ -18,15 +18,15 @@ from flowrl.runtime.registry import did_you_mean
 
 KEYS = ("weight", "gate", "stratify", "mode")
 MODES = ("pg", "grad")
-TEXTS = ("name", "stratify", "mode")  # keys of an entry that are texts, whatever the reward
-COURSE = "{0: 1, 100: 0.2}"  # of a number that changes with the iteration
+TEXTS = ("name", "stratify", "mode")  # keys of an entry whose values are texts, whatever the reward
+COURSE = "{0: 1, 100: 0.2}"  # example of a number that changes with the iteration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRule:
-    """How much a reward counts, and where."""
+    """How much a reward counts, and under which conditions."""
 
-    weight: WeightSchedule  # of the sum; with stratify a share of the gap between levels
+    weight: WeightSchedule  # weight in the sum; with stratify, share of the gap between levels
     gate: dict[str, WeightSchedule] = field(default_factory=dict)  # label -> threshold
     stratify: str | None = None  # label of the reward within whose levels it is scaled
     mode: str = "pg"  # one of MODES
@@ -39,7 +39,7 @@ class RewardRule:
 
     @property
     def stated(self) -> dict[str, Any]:
-        """As a config has it."""
+        """The rule as a config states it."""
         out: dict[str, Any] = {"weight": self.weight.stated}
         if self.gate:
             out["gate"] = {label: least.stated for label, least in self.gate.items()}
@@ -49,14 +49,15 @@ class RewardRule:
 
 
 def parse_rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardRule]:
-    """Label -> rule, of entries {weight, gate, stratify, mode, settings}; wrong -> ValueError."""
+    """Read entries {weight, gate, stratify, mode, settings} -> label -> rule; wrong ->
+    ValueError."""
     rules = {label: parse_rule(label, entry) for label, entry in entries.items()}
     check_rules(rules)
     return rules
 
 
 def parse_rule(label: str, entry: Mapping[str, Any]) -> RewardRule:
-    """The rule of one entry, judged by itself."""
+    """Read the rule of one entry, checked by itself."""
     stratify = entry.get("stratify")
     if stratify is not None and not isinstance(stratify, str):
         raise ValueError(
@@ -69,8 +70,8 @@ def parse_rule(label: str, entry: Mapping[str, Any]) -> RewardRule:
 
 
 def settings_of(entry: Mapping[str, Any], own: Container[str] = ("mode",)) -> dict[str, Any]:
-    """An entry without its rule: what the reward itself reads. A mode other than pg and grad is a
-    setting, as vr_thinker has one; ValueError where it is not among the reward's own."""
+    """An entry without its rule: the settings of the reward itself. A mode other than pg and grad
+    is a setting, as vr_thinker has one; raises ValueError where the reward has no such setting."""
     mode = entry.get("mode", "pg")
     if mode not in MODES and "mode" not in own:
         raise ValueError(
@@ -115,7 +116,7 @@ def _gate(label: str, value: Any) -> dict[str, WeightSchedule]:
 
 
 def check_rules(rules: Mapping[str, RewardRule]) -> None:
-    """ValueError where a rule names no other reward, or levels could be reordered."""
+    """Raise ValueError where a rule names no other reward, or levels could be reordered."""
     for label, rule in rules.items():
         for other in rule.gate:
             _check_other(label, other, "gate", rules)
@@ -136,7 +137,7 @@ def _check_other(label: str, other: str, key: str, rules: Mapping[str, RewardRul
 
 
 def _check_stratified(label: str, rule: RewardRule, rules: Mapping[str, RewardRule]) -> None:
-    """ValueError unless its weight is a share, and the other reward has levels worth something."""
+    """Raise ValueError unless its weight is a share, and the other reward has a weight."""
     assert rule.stratify is not None
     shares, primary = rule.weight.values, rules[rule.stratify]
     if "grad" in (rule.mode, primary.mode):
@@ -164,8 +165,8 @@ def _check_stratified(label: str, rule: RewardRule, rules: Mapping[str, RewardRu
 
 
 def _check_shares(primary: str, rules: Mapping[str, RewardRule]) -> None:
-    """ValueError where the rewards within the levels of one fill the gap. Sums of schedules are
-    highest at a bend of one of them."""
+    """Raise ValueError where the rewards within the levels of one fill the gap. Sums of schedules
+    are highest at a bend of one of them."""
     inside = {label: rule for label, rule in rules.items() if rule.stratify == primary}
     bends = {iteration for rule in inside.values() for iteration, _ in rule.weight.points}
     most = max(sum(rule.weight.at(bend) for rule in inside.values()) for bend in bends)

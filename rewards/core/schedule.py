@@ -38,18 +38,18 @@ class WeightSchedule:
 
     @property
     def stated(self) -> float | dict[int, float]:
-        """As a config has it."""
+        """The number as a config states it."""
         return self.points[0][1] if len(self.points) == 1 else dict(self.points)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number; true and false are none."""
+    """Whether a value is a finite number; true and false are no numbers."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and abs(value) <= sys.float_info.max
 
 
 def parse_schedule(value: Any) -> WeightSchedule | None:
-    """A number, or a mapping iteration -> number, such as {0: 1, 100: 0.2}; None: neither.
+    """Read a number, or a mapping iteration -> number, such as {0: 1, 100: 0.2}; None: neither.
 
     Keys may be texts of digits, as JSON has them.
     """

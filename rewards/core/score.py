@@ -1,5 +1,5 @@
-"""Scoring media with several rewards at once: weighted sum, failed samples, and the errors worth
-keeping.
+"""Media are scored with several rewards at once: weighted sum, failed samples, and the errors that
+are kept.
 
 A reward that fails for some samples must not end a run of days, and one that breaks its contract
 must not be trained on for another minute. So: NaN or inf marks a failed sample; an exception is
@@ -37,20 +37,20 @@ class TooManyInvalid(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardScores:
-    """What one reward made of B samples."""
+    """The scores of one reward for B samples."""
 
-    values: Tensor  # (B,) fp32, not finite where it failed
-    problem: str | None = None  # the first one, with how many failed
-    kinds: Counter[str] = field(default_factory=Counter)  # samples by why they failed
+    values: Tensor  # (B,) fp32, not finite where scoring failed
+    problem: str | None = None  # first problem, with the number of failed samples
+    kinds: Counter[str] = field(default_factory=Counter)  # kind of failure -> number of samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """What rewards are shown of B samples."""
+    """B samples as rewards see them."""
 
     media: Tensor  # (B, *D) fp32
-    prompts: list[str]  # B
-    context: MediaContext  # columns of B rows
+    prompts: list[str]  # B prompts
+    context: MediaContext  # columns with B rows each
 
     @property
     def seen(self) -> tuple[Tensor, list[str], MediaContext]:
@@ -95,13 +95,13 @@ def check_columns(chosen: RewardSet, columns: Iterable[str]) -> None:
 
 
 def given_columns(context: MediaContext) -> list[str]:
-    """Columns that a context has."""
+    """Names of the columns that a context has."""
     return [field.name for field in fields(context) if getattr(context, field.name) is not None]
 
 
 def check_needs(rewards: Spec | RewardSet, columns: Iterable[str]) -> None:
-    """Check at start-up that every context column which a reward declares is among `columns`; else
-    ValueError with reward and column."""
+    """Check at start-up that every context column which a reward declares is among `columns`; raise
+    ValueError with reward and column where one is not."""
     check_columns(load_set(rewards), columns)
 
 
@@ -115,9 +115,9 @@ def score(
 
     media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1], or any other (B, *D) fp32.
     rewards: see load_set; load once and pass the set when scoring often.
-    Returns Rewards on media's device: raw parts, total = sum of weight * part (or what is counted
-    of it), NaN where a weighted part (or a pixel) is not finite. Samples with pixels that are not
-    finite are shown to no reward; one that compares the members of a group sees the others.
+    Returns Rewards on media's device: raw parts, total = sum of weight * part (or the counted value
+    of the part), NaN where a weighted part (or a pixel) is not finite. Samples with pixels that are
+    not finite are shown to no reward; one that compares the members of a group sees the others.
     """
     context = MediaContext() if context is None else context
     media = check_media(media, prompts)
@@ -127,13 +127,14 @@ def score(
 def score_with(
     chosen: RewardSet, media: Tensor, prompts: list[str], context: MediaContext
 ) -> Rewards:
-    """`score` of media that check_media passed, with rewards that are on their device, or come."""
+    """`score` for media that check_media passed, with rewards that are on their device, or that
+    `ready` brings there."""
     if chosen.ready is not None:  # networks that wait in host memory come to their device
         chosen.ready()
-    # Refuse what no reward can score.
+    # Refuse media that no reward can score.
     check_columns(chosen, given_columns(context))
     check_kind(chosen.rewards, media, prompts)
-    # Each reward in turn, on samples whose pixels are finite.
+    # Score with each reward in turn, on samples whose pixels are finite.
     samples, rows = Samples(media=media, prompts=prompts, context=context), _visible(media)
     raw, errors, kinds = {}, [], Counter[str]()
     if hidden := len(prompts) - len(rows):
@@ -145,7 +146,7 @@ def score_with(
         errors += [one.problem] if one.problem else []
         if one.kinds and label in chosen.decisive:
             kinds += one.kinds
-    # Their sum, where some depend on others.
+    # Add the values up, after rules by which rewards depend on each other.
     changed = counted(chosen, raw, context.group) if chosen.rules else {}
     total = _unscored(samples)
     total[rows.to(media.device)] = 0.0
@@ -185,8 +186,8 @@ def _features(chosen: RewardSet, samples: Samples, rows: Tensor) -> Tensor:
 def readings(
     media: Tensor, prompts: list[str], rewards: RewardSet, context: MediaContext
 ) -> dict[str, Tensor]:
-    """What evaluation shows, name -> (B,) fp32: every reward, "total", and each reward's parts as
-    <label>/<part>. NaN where one failed."""
+    """Readings that evaluation shows, name -> (B,) fp32: every reward, "total", and each reward's
+    parts as <label>/<part>. NaN where scoring failed."""
     scored = score(media, prompts, rewards, context)
     out = {**scored.raw, "total": scored.total}
     samples, visible = Samples(media=media, prompts=prompts, context=context), _visible(media)
@@ -203,7 +204,8 @@ def readings(
 def _parts(
     label: str, chosen: RewardSet, samples: Samples, visible: Tensor
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """(rows, their parts by name): all visible samples at once, or one by one where that fails."""
+    """Yield (rows, their parts by name): all visible samples at once, or one by one if that
+    fails."""
     reward, queue = chosen.rewards[label], [visible] if len(visible) else []
     while queue:
         rows = queue.pop()
@@ -212,7 +214,8 @@ def _parts(
             found = ask(label, chosen.seconds, reward.parts, *some.seen)
         except RewardUnavailable:
             raise
-        except Exception:  # `score` met it too, and counted it; those that fail alone stay NaN
+        # `score` met and counted the error, too; samples that fail alone stay NaN
+        except Exception:
             queue += _retry_units(reward, samples.context, rows) if rows is visible else []
             continue
         yield rows, found
@@ -227,7 +230,7 @@ def reward_metrics(rewards: Rewards) -> dict[str, float]:
     }
     out |= {f"reward/invalid/{kind}": float(n) for kind, n in sorted(rewards.kinds.items())}
     for name, value in rewards.raw.items():
-        value = value[~value.isnan()].double()  # so that equal scores have a deviation of 0
+        value = value[~value.isnan()].double()  # fp64, so that equal scores have a deviation of 0
         if len(value):
             out[f"reward/{name}/mean"] = value.mean().item()
             out[f"reward/{name}/std"] = value.std(correction=0).item()
@@ -235,7 +238,7 @@ def reward_metrics(rewards: Rewards) -> dict[str, float]:
 
 
 def concat(parts: list[Rewards]) -> Rewards:
-    """Chunks of samples, scored with the same rewards, as one record."""
+    """Join chunks of samples, scored with the same rewards, to one record."""
     return Rewards(
         raw={label: torch.cat([part.raw[label] for part in parts]) for label in parts[0].raw},
         counted={k: torch.cat([part.counted[k] for part in parts]) for k in parts[0].counted},
@@ -250,8 +253,8 @@ def concat(parts: list[Rewards]) -> Rewards:
 
 
 def joined(parts: list[Tensor | None]) -> Tensor | None:
-    """Features of chunks, (n, d) each, as one. ValueError where d differs; (n, 0), of a chunk
-    whose media were not shown, becomes NaN."""
+    """Join features of chunks, (n, d) each; raise ValueError where d differs. Features (n, 0) of a
+    chunk whose media were not shown become NaN."""
     known = [part for part in parts if part is not None]
     if not known:
         return None
@@ -265,8 +268,8 @@ def joined(parts: list[Tensor | None]) -> Tensor | None:
 
 
 def check_valid(rewards: Rewards, limit: float = 0.05) -> None:
-    """TooManyInvalid when more than the fraction `limit` of samples is invalid, or all are; the
-    message holds the first error."""
+    """Raise TooManyInvalid when more than the fraction `limit` of samples is invalid, or all are;
+    the message holds the first error."""
     bad, count = int((~rewards.valid).sum()), rewards.valid.numel()
     if bad > limit * count or (bad and bad == count):
         first = rewards.errors[0] if rewards.errors else "no message was kept"
@@ -278,7 +281,7 @@ def check_valid(rewards: Rewards, limit: float = 0.05) -> None:
 
 
 def check_media(media: Tensor, prompts: list[str]) -> Tensor:
-    """The media without gradient; ValueError unless they are what every reward may rely on."""
+    """The media without gradient; raises ValueError unless every reward can rely on their form."""
     if not isinstance(media, Tensor) or media.dtype != torch.float32:
         got = f"{media.dtype} tensor" if isinstance(media, Tensor) else type(media).__name__
         raise ValueError(
@@ -296,7 +299,7 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     if media_kind(media.shape) == "arrays":
         return media
     low, high = (float(end) for end in media.aminmax()) if media.numel() else (0.0, 1.0)
-    if not (math.isfinite(low) and math.isfinite(high)):  # such pixels are refused one by one
+    if not (math.isfinite(low) and math.isfinite(high)):  # such samples are refused one by one
         low, high = (float(end) for end in media.nan_to_num(0.0, 0.0, 0.0).aminmax())
     if low < -0.01 or high > 1.01:
         raise ValueError(
@@ -307,7 +310,7 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
 
 
 def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str]) -> None:
-    """ValueError where a reward does not take media of this kind, or reads a prompt that is
+    """Raise ValueError where a reward does not take media of this kind, or reads a prompt that is
     empty."""
     empty = [i for i, prompt in enumerate(prompts) if not prompt.strip()]
     arrays = media_kind(media.shape) == "arrays"
@@ -333,7 +336,8 @@ def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str])
 
 def _visible(media: Tensor) -> Tensor:
     """Rows, on the CPU, of samples without NaN or inf pixels."""
-    ends = torch.stack(media.flatten(1).aminmax(dim=1))  # without a copy; NaN is both
+    # aminmax makes no copy, and gives NaN twice where a pixel is NaN
+    ends = torch.stack(media.flatten(1).aminmax(dim=1))
     return torch.nonzero(ends.isfinite().all(0).cpu()).flatten()
 
 
@@ -380,7 +384,7 @@ def _score_again(
         except (RewardBug, RewardUnavailable):
             raise
         except Exception as error:  # the message of the whole chunk was kept
-            if ran_out(error):  # a single sample is too large: so are all others
+            if ran_out(error):  # a single sample is too large, and so are all others
                 raise
             kinds[kind_of(error)] += len(unit)
             continue
@@ -399,7 +403,7 @@ def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Te
 
 
 def _checked(label: str, chosen: RewardSet, samples: Samples) -> Tensor:
-    """The reward's values, checked against its contract."""
+    """Values of the reward, checked against its contract."""
     values = ask(label, chosen.seconds, chosen.rewards[label], *samples.seen)
     return held(label, values, samples.media)
 
@@ -433,8 +437,8 @@ def _some(column: Any, rows: Tensor) -> Any:
 
 
 def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
-    """Check that every prompt carries what the rewards read of it, else ValueError naming the first
-    that does not; rewards receive all texts."""
+    """Check that every prompt carries the values that rewards read, and raise ValueError that names
+    the first which does not; rewards receive all texts."""
     for label, reward in rewards.rewards.items():
         for source, prompts in sources.items():
             for prompt in prompts:

@@ -1,4 +1,5 @@
-"""What the networks of rewards take on a device, told without their weights: `flowrl budget` asks.
+"""Bytes that the networks of rewards take on a device, computed without weights for `flowrl
+budget`.
 
 None stands for "not known". Heads are left out: they are a thousandth at most.
 """
@@ -18,21 +19,22 @@ WIDTH = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}  # bytes of a number
 
 
 def published(numbers: Mapping[str, int], source: str, dtype: str = "float32") -> float | None:
-    """Bytes of the network that a setting names. numbers: how many weights the published ones have,
-    by their names on the hub, the usual one first; a file or folder is taken for a copy of that."""
+    """Bytes of the network that a setting names. numbers: hub name of a published network -> number
+    of its weights, the usual one first; a file or folder counts as a copy of the usual one."""
     name = hub.split(source)[0] if on_hub(source) else next(iter(numbers))
     return numbers[name] * WIDTH[dtype] if name in numbers else None
 
 
 def of_open_clip(model: str) -> float | None:
-    """Bytes of a model of open_clip in fp32, built without weights from the config that the package
-    or a folder holds; None where that, or its text tower's, is on the hub."""
+    """Bytes of a model of open_clip in fp32, built without weights from the config in the package
+    or
+    in a folder; None where that config, or its text tower's, is on the hub."""
     import open_clip
 
     named = model if ":" in model else model.replace("/", "-")
     try:
         config = None if named.startswith("hf-hub:") else open_clip.get_model_config(named)
-    except OSError:  # of a folder on another machine
+    except OSError:  # the folder is on another machine
         config = None
     if config is None or "hf_model_name" in config["text_cfg"]:
         return None

@@ -24,14 +24,14 @@ class Settings(Base):
     source: Literal["column", "meta"] = pydantic.Field(
         "column",
         description=(
-            "Where the picture before editing is: context.source, or the image that each prompt"
-            ' names under "source".'
+            "Place of the picture before editing: context.source (column), or the image that each"
+            ' prompt names under "source" (meta).'
         ),
     )
     folder: str | None = pydantic.Field(
         None,
         description=(
-            "source=meta: where images with relative paths are; null: the working directory."
+            "Folder of images with relative paths, for source=meta; null: the working directory."
         ),
     )
 
@@ -44,7 +44,8 @@ class Sourced(Reward):
     }
 
     def declare_source(self, shown: bool, setting: str = "") -> None:
-        """shown: whether it sees the picture, as loaded; setting: the one that would show it."""
+        """Declare the column `source`. shown: whether the reward sees the picture, as loaded;
+        setting: name of the setting that would show it."""
         meta = self.settings.source == "meta"
         if meta and not shown:
             raise ValueError(
@@ -71,7 +72,8 @@ class Sourced(Reward):
         """
         if self.settings.source == "column":
             return list(column_of(context, "source", len(media)).to(media.device))
-        assert context is not None and context.meta is not None  # declared
+        # the reward declares the column meta
+        assert context is not None and context.meta is not None
         paths = [self._path(meta) for meta in context.meta]
         read = {path: _read(path).to(media.device) for path in dict.fromkeys(paths)}
         return [read[path] for path in paths]
@@ -84,8 +86,8 @@ class Sourced(Reward):
 def file_of(
     reward: Reward, meta: Mapping[str, Any], key: str, what: str, suffixes: tuple[str, ...] = ("",)
 ) -> Path:
-    """The file that a prompt names under a key, from the reward's setting `folder`. what: files
-    there should be; suffixes: that their names may end in. Another one -> ValueError."""
+    """The file that a prompt names under a key, in the folder of the setting `folder`. what: kind
+    of files, for errors; suffixes: allowed endings of their names. Another file -> ValueError."""
     name = meta.get(key)
     if not isinstance(name, str) or not name or not name.lower().endswith(suffixes):
         raise ValueError(f"{key}={name!r}, which should be the path of {what}")

@@ -13,8 +13,8 @@ def warn_cut(reward: str, lengths: Sequence[int], limit: int, *, known: bool = F
     """Warn, once in a process, how many of these prompts exceed the limit (lengths and limit in
     tokens) -> that count.
 
-    known: they are all prompts of the data (`Reward.expect`). Else they are a chunk, the first that
-    holds a long one, and the warning says so.
+    known: whether these are all prompts of the data (`Reward.expect`). If not, they are the first
+    chunk that holds a long one, and the warning says so.
     """
     cut = sum(length > limit for length in lengths)
     if cut and reward not in _told:

@@ -1,6 +1,6 @@
 """Weights and prompt templates of rewards: from a path, or by a hub's name.
 
-Tensors only, never pickles; every key is checked.
+Files are read as tensors only, never as pickles; every key is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flowrl.runtime.paths import located, nearby
 
 T = TypeVar("T")
 
-# one of which every folder with a tokenizer holds
+# vocabulary files: every folder with a tokenizer holds one of them
 VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"}
 FILES = (".pt", ".pth", ".safetensors", ".bin", ".txt")  # endings that no repository of the hub has
 
@@ -35,20 +35,20 @@ def path_of(
     only: list[str] | None = None,
     beside: str | None = None,
 ) -> Path:
-    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub, or
-    "owner/repo@revision".
+    """Find a file or folder on this machine: `source` if it exists, else "owner/repo" of the hub,
+    or "owner/repo@revision".
 
-    file: that file in a folder or repository; None: all of it. only: patterns of files to fetch of
-    a whole repository, which often holds its weights in several forms. beside: another file that
-    the reward reads of the same folder. What is missing -> ValueError that says what to fetch and
-    where to put it.
+    file: name of a file in the folder or repository; None: all of it. only: patterns of files to
+    fetch from a whole repository, which often holds its weights in several forms. beside: another
+    file that the reward reads from the same folder. A missing file -> ValueError that says what to
+    fetch and where to put it.
     """
     local = _local(source, file, reward, setting)
     if local is not None:
         return local
     try:
         return _fetched(source, file, only)
-    except Exception as error:  # the hub's client raises a dozen kinds: no network, a gate, no room
+    except Exception as error:  # the hub's client raises many kinds: no network, a gate, no room
         what, put = file, None
         if beside:
             what, put = f"{file} and {beside}", "/path/to/the folder with both"
@@ -82,7 +82,7 @@ def network(
     frozen, in eval mode.
 
     A missing, surplus or misshapen key -> ValueError that names some. ignore: beginnings of keys
-    that may be surplus (the other tower); absent: that may be missing.
+    that may be surplus (the other tower); absent: beginnings of keys that may be missing.
     """
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
 
@@ -106,8 +106,8 @@ def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -
     """A tokenizer of transformers from a folder or a hub's name; without a vocabulary: ValueError
     that names the files to add.
 
-    Where transformers 5 finds no files, it makes a tokenizer of special tokens alone (of T5's also
-    the blank), and says nothing.
+    Where transformers 5 finds no files, it makes a tokenizer of special tokens alone (for T5, the
+    blank, too), and says nothing.
     """
     local = _local(source, None, reward, setting)
     lacking = ValueError(
@@ -135,8 +135,8 @@ def _vocabulary_of(cls: Any) -> str:
 def from_folder_or_hub(
     load: Callable[..., T], source: str, *, reward: str, setting: str = "weights"
 ) -> T:
-    """load(folder) or load("owner/repo", revision=...) by a library that fetches what it needs
-    itself; what it complains of becomes one ValueError."""
+    """Call load(folder) or load("owner/repo", revision=...) of a library that fetches files by
+    itself; its errors become one ValueError."""
     local = _local(source, None, reward, setting)
     try:
         if local is not None:
@@ -154,7 +154,7 @@ def from_folder_or_hub(
 
 
 def _local(source: str, file: str | None, reward: str, setting: str) -> Path | None:
-    """What `source` names on this machine; None: a name on the hub; ValueError: neither."""
+    """Path that `source` names on this machine; None: a name on the hub; ValueError: neither."""
     local = located(source)
     if local.is_dir() and file is not None:
         local = local / file
@@ -198,7 +198,7 @@ def unfetched(
 
 
 def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
-    """Have the weights that open_clip knows by this tag on this machine.
+    """Make sure that the weights with this tag of open_clip are on this machine.
 
     Where open_clip fetches them itself, it logs an error of its own.
     """
@@ -207,7 +207,7 @@ def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
     config = open_clip.get_pretrained_cfg(model, tag)
     try:
         open_clip.download_pretrained(config)
-    except Exception as error:  # the hub's client raises a dozen kinds, and open_clip one more
+    except Exception as error:  # the hub's client raises many kinds, and open_clip one more
         repository, _, file = config["hf_hub"].rpartition("/")
         file = file or "open_clip_pytorch_model.bin"
         raise unfetched(repository, file, reward, setting, error) from error
@@ -262,7 +262,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _torch_file(path: Path) -> Any:
-    """What a torch file holds, read without running code."""
+    """The contents of a torch file, read without running code."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -299,10 +299,10 @@ class Misfit:
 
     missing: list[str]  # keys that the module has and the file does not
     surplus: list[str]  # keys that the file has and the module does not
-    shapes: list[str]  # each with both shapes
+    shapes: list[str]  # keys with different shapes, each with both shapes
 
     def check(self, source: object, module: str) -> None:
-        """ValueError that names some, if there are any."""
+        """Raise ValueError that names some of the keys, if there are any."""
         kinds = {
             "keys missing": self.missing,
             "unknown keys": self.surplus,

@@ -12,17 +12,17 @@ from flowrl.runtime.typed_text import TEXT, value_of
 
 
 def parse_words(words: Sequence[str], names: Mapping[str, str] = {}) -> dict[str, dict[str, Any]]:
-    """Words of the command line as `load_set` takes them: NAME, NAME=WEIGHT and NAME.SETTING=VALUE.
+    """Read words of the command line for `load_set`: NAME, NAME=WEIGHT and NAME.SETTING=VALUE.
 
     >>> parse_words(["jpeg", "jpeg.quality=80", "clip=0.5"])
     {'jpeg': {'weight': 1.0, 'quality': 80}, 'clip': {'weight': 0.5}}
 
     NAME may be "file.py:function", whose label is the function's name. A word of another form, or a
-    weight or setting given twice -> ValueError. names: of rewards whose label is another, as far as
-    no word says it.
+    weight or setting given twice -> ValueError. names: label -> name of its reward, unless a word
+    says it.
     """
     out: dict[str, dict[str, Any]] = {}
-    given: set[tuple[str, str]] = set()  # (label, setting), "" where a word has none
+    given: set[tuple[str, str]] = set()  # (label, setting); the setting is "" where a word has none
     parsed = [_parse(text) for text in words]
     names = {**names, **{w.label: w.value for w in parsed if w.setting == "name" and w.value}}
     for word in parsed:
@@ -45,16 +45,16 @@ class Word:
 
     text: str  # the whole word
     file: str  # path of a Python file
-    label: str  # of the reward
-    setting: str  # of the reward
-    value: str | None  # None: there is no "="
+    label: str  # label of the reward
+    setting: str  # setting of the reward
+    value: str | None  # text after "="; None: there is no "="
 
     @property
     def left(self) -> str:
         return self.text.partition("=")[0]
 
     def gives(self) -> set[tuple[str, str]]:
-        """What it gives, as (label, setting): NAME=0.5 gives NAME.weight too."""
+        """The settings that the word gives, as (label, setting): NAME=0.5 gives NAME.weight too."""
         own = {(self.label, self.setting)}
         weight = self.value is not None and not self.setting
         return own | {(self.label, "weight")} if weight else own
@@ -68,7 +68,7 @@ def _parse(text: str) -> Word:
 
 
 def _check_new(word: Word, given: set[tuple[str, str]]) -> None:
-    """ValueError where an earlier word gives the same, or a part of it."""
+    """Raise ValueError where an earlier word gives the same setting, or a part of it."""
     if given & word.gives():
         raise ValueError(
             f'reward "{word.text}": "{word.left}" is given twice; give each reward one weight, and'
@@ -84,9 +84,10 @@ def _check_new(word: Word, given: set[tuple[str, str]]) -> None:
 
 
 def _entered(word: Word, name: str, entry: dict[str, Any]) -> bool:
-    """Put what a word gives into the entry of reward `name`; False: it is not of a known form."""
+    """Put the value of a word into the entry of reward `name`; False: the word has no known
+    form."""
     path = word.setting.split(".")
-    if word.value == "":  # of a shell variable that is unset
+    if word.value == "":  # a shell variable in the word was not set
         return False
     try:
         if word.setting and word.value is not None:
@@ -100,12 +101,12 @@ def _entered(word: Word, name: str, entry: dict[str, Any]) -> bool:
 
 
 def _within(a: str, b: str) -> bool:
-    """Whether one of two settings is a part of the other, as top.left of top."""
+    """Whether one of two settings is a part of the other, as top.left is of top."""
     return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
 
 
 def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """tree[k1][k2]... = value; a key that does not hold a mapping -> ValueError."""
+    """Set tree[k1][k2]... to value; a key that does not hold a mapping -> ValueError."""
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):

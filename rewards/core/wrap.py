@@ -1,5 +1,5 @@
-"""A reward made of another one: how it names the inner one, and that it needs, reads and refuses
-what the inner one does."""
+"""A reward made of another one: how it names the inner one, and how it needs, reads and refuses
+the same as the inner one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.rewards.core.reward import FunctionReward, Reward, load, network_byt
 
 
 def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting: str) -> Any:
-    """The reward that `setting` of `reward` names, loaded with its settings; in Python also a
+    """Load the reward that `setting` of `reward` names, with its settings; Python may also give a
     loaded one, a comparator or a function."""
     key = f"reward.{reward}.{setting}"
     if value is None:
@@ -26,7 +26,7 @@ def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting:
 
 
 def inner_bytes(value: Any, settings: Mapping[str, Any]) -> float | None:
-    """Reward.network_bytes of the reward that a setting names; None for what Python hands over."""
+    """Reward.network_bytes of the reward that a setting names; None for an object from Python."""
     return network_bytes(value, **settings) if isinstance(value, str) else None
 
 
@@ -53,8 +53,9 @@ class Around(Reward):
     """A reward that asks `inner`, which moves with it, keeps its records in the same run and says
     why a sample failed.
 
-    If the inner one is a judge that writes, its `read_reply` is passed on. asks: the setting that
-    names the inner one; another, which ends in _settings, has its settings.
+    If the inner one is a judge that writes, its `read_reply` is passed on. asks: name of the
+    setting
+    that names the inner one; the setting with _settings at its end holds the inner settings.
     """
 
     asks: ClassVar[str] = "reward"
@@ -87,6 +88,7 @@ class Around(Reward):
         return [self.inner] if isinstance(self.inner, Reward) else []
 
     def to(self, device: torch.device | str) -> Reward:
-        if hasattr(self.inner, "to") and not isinstance(self.inner, Reward):  # a comparator
+        # a comparator, which is no Reward
+        if hasattr(self.inner, "to") and not isinstance(self.inner, Reward):
             self.inner.to(device)
         return super().to(device)

@@ -1,14 +1,16 @@
-"""Asking a vision-language model behind an OpenAI-compatible server: one client for all judges.
+"""The client of all judges: it asks a vision-language model behind an OpenAI-compatible server.
 
 The server may be vLLM, sglang, llama.cpp or a cloud.
 
-* Tried again, with exponential pauses: a server that is busy or broken (408, 429, 5xx, no
-  connection, a timeout, a reply that is not a chat completion, or a huge one). A Retry-After that
-  asks for more is honoured.
-* Stops at once, because no retry would help: a refused key (401, 403), an unknown model or path
+* A question is asked again, after exponential pauses, if the server is busy or broken (408, 429,
+  5xx, no connection, a timeout, a reply that is not a chat completion, or a huge one). A
+  Retry-After
+  that asks for more is honoured.
+* The run stops at once where no retry would help: a refused key (401, 403), an unknown model or
+path
   (404), a spent token budget.
-* Fails alone: a request that the server finds too large (413) or wrong (400, 422), and a reply that
-  cannot be read.
+* A question fails alone if the server finds the request too large (413) or wrong (400, 422), or if
+  the reply cannot be read.
 
 A failed question is NaN, never 0. If the server answers none of the questions of a call,
 RewardUnavailable ends the run, resumable; answers that cannot be read, however many, are failed
@@ -52,16 +54,16 @@ from flowrl.runtime.store import lines
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
 Message = dict[str, Any]
-# seconds: a server that asks for more is taken to be gone
+# seconds; a server that asks for a longer pause counts as gone
 LONGEST_PAUSE = 300.0
-# bytes of a reply: thousands of tokens with 20 log-probabilities each are fewer
+# most bytes of a reply: thousands of tokens with 20 log-probabilities each take fewer
 LARGEST = 64 * 2**20
 
 
 class Settings(Base):
     base_url: str = pydantic.Field(
         "http://127.0.0.1:8000/v1",
-        description="Where the server's API begins; it usually ends in /v1.",
+        description="Address at which the server's API begins; it usually ends in /v1.",
     )
     model: str = pydantic.Field(description="The model's name on that server.")
     api_key_env: str | None = pydantic.Field(
@@ -72,13 +74,13 @@ class Settings(Base):
         5, ge=0, description="Further tries of a question that the server did not answer."
     )
     backoff: float = pydantic.Field(
-        1.0, gt=0, description="Seconds before the first further try; doubled each time."
+        1.0, gt=0, description="Seconds before the first further try; they double each time."
     )
-    concurrency: int = pydantic.Field(8, ge=1, description="Questions under way at once.")
+    concurrency: int = pydantic.Field(8, ge=1, description="Most questions under way at once.")
     temperature: float = pydantic.Field(
         0.0, ge=0, description="Sampling temperature of the replies."
     )
-    max_tokens: int = pydantic.Field(4096, ge=1, description="Longest reply, in tokens.")
+    max_tokens: int = pydantic.Field(4096, ge=1, description="Most tokens of a reply.")
     seed: int | None = pydantic.Field(
         None, description="Seed of the replies, where the server takes one; null: none is sent."
     )
@@ -93,12 +95,18 @@ class Settings(Base):
     cache: int = pydantic.Field(
         1024,
         ge=0,
-        description="Replies kept, so that the same question is not asked twice; 0: always ask.",
+        description=(
+            "Most replies that are kept, so that the same question is not asked twice; 0: always"
+            " ask."
+        ),
     )
     side: int | None = pydantic.Field(
         None,
         ge=16,
-        description="Pictures with a longer side are reduced to it; null: sent as they are.",
+        description=(
+            "Longest side of a picture that is sent, in px; larger ones are reduced; null:"
+            " pictures are sent as they are."
+        ),
     )
     extra: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="More fields of the request; null removes one of ours."
@@ -145,15 +153,15 @@ class Exchange:
     """One question and its reply, for the log and the cache."""
 
     key: str  # sha256 of the request, by which the cache finds the reply
-    question: str  # as the log shows it
-    reply: Reply  # what the judge answered
+    question: str  # question as the log shows it
+    reply: Reply  # the judge's reply
 
 
 class JudgeClient:
-    """A model behind a server. Safe to use from several threads.
+    """A model behind a server; several threads may use it at once.
 
-    used: tokens so far. fields: what every request of this judge adds, as logprobs. remembers:
-    whether kept replies are used.
+    used: tokens so far. fields: fields that every request of this judge adds, such as logprobs.
+    remembers: whether kept replies are used.
     """
 
     def __init__(self, settings: Settings, *, reward: str, fields: Mapping[str, Any] | None = None):
@@ -175,7 +183,7 @@ class JudgeClient:
     ) -> list[T | NoReply]:
         """Ask all questions, `concurrency` at a time, and read the replies, in the order asked.
 
-        What `read` makes of each reply, or why there is none.
+        The result holds the value that `read` makes of each reply, or why there is none.
         """
 
         def job(question: list[Message], ask: Ask) -> T:
@@ -184,13 +192,13 @@ class JudgeClient:
         return self.run([partial(job, question) for question in questions])
 
     def uncached(self) -> AbstractContextManager[None]:
-        """Within it every question is asked."""
+        """Inside this context every question is asked, and no kept reply is used."""
         return forgetful(self)
 
     def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | NoReply]:
         """Run dialogues side by side; a job gets `ask` and returns its value.
 
-        What a job raises as NoReply or UnreadableReply is its result.
+        A NoReply or UnreadableReply that a job raises is its result.
         """
         if not jobs:
             return []
@@ -200,7 +208,7 @@ class JudgeClient:
         try:
             futures = [pool.submit(self._outcome, job, stop) for job in jobs]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-                future.result()  # an exception of one ends all
+                future.result()  # an exception of one job ends all
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -209,14 +217,15 @@ class JudgeClient:
         return outcomes
 
     def _outcome(self, job: Callable[[Ask], T], stop: threading.Event) -> T | NoReply:
-        """What a job returns, written to the log as soon as it is there.
+        """The result of a job, which is written to the log as soon as it is there.
 
         Replies are paid for, also those of a call that another job ends.
         """
         talk: list[Exchange] = []
         try:
             outcome = self._value(job, talk, stop)
-        except Exception as error:  # the call ends with it
+        # the call ends with this error, and its replies are logged first
+        except Exception as error:
             if talk:
                 self._write(talk, NoReply(f"{type(error).__name__}: {error}"))
             raise
@@ -226,14 +235,14 @@ class JudgeClient:
     def _value(
         self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event
     ) -> T | NoReply:
-        """What a job returns, or why it has nothing to return; its exchanges go into `talk`."""
+        """The value of a job, or why it has none; its exchanges go into `talk`."""
         try:
             value = job(partial(self._ask, talk=talk, stop=stop))
         except NoReply as error:
             return error
         except UnreadableReply as error:
             return Misread(f"{error}{self._cut(talk)}")
-        with self.lock:  # what could not be read is asked again next time
+        with self.lock:  # only readable replies are kept: others are asked for again
             self.kept.update((exchange.key, exchange.reply) for exchange in talk)
             while len(self.kept) > self.settings.cache:
                 self.kept.popitem(last=False)
@@ -245,7 +254,7 @@ class JudgeClient:
         return f" (the reply was cut at max_tokens={self.settings.max_tokens})"
 
     def _report(self, outcomes: Sequence[Any]) -> None:
-        """Warn of failures; if the server answered nothing at all, RewardUnavailable."""
+        """Warn of failures; raise RewardUnavailable if the server answered nothing at all."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, NoReply)]
         if all(isinstance(outcome, Unanswered) for outcome in outcomes):
             raise RewardUnavailable(
@@ -316,7 +325,7 @@ class JudgeClient:
         return reply
 
     def _refused(self, response: httpx.Response, body: str) -> NoReturn:
-        """Raise what a status means that is neither success nor worth another try."""
+        """Raise the error for a status that is neither success nor worth another try."""
         status, where = response.status_code, f"reward {self.reward}: the server at {self.http.url}"
         if status in (401, 403):
             raise RewardUnavailable(f"{where} refuses {self._wrong_key(status)}")
@@ -333,7 +342,7 @@ class JudgeClient:
         )
 
     def _wrong_key(self, status: int) -> str:
-        """Which key a server refuses, and what to do; never the key itself."""
+        """Say which key a server refuses, and what to do; never the key itself."""
         variable = self.settings.api_key_env
         if self.key_sent:
             return (
@@ -353,7 +362,7 @@ class JudgeClient:
         )
 
     def _unknown(self) -> str:
-        """What a 404 means, by asking which models there are."""
+        """Say what a 404 means, after asking the server for its models."""
         try:
             listed = self.http.fetch("GET", "/models").json()["data"]
             names = ", ".join(str(model["id"]) for model in listed)
@@ -388,7 +397,8 @@ class JudgeClient:
             self.used += reply.tokens or 0
 
     def _write(self, talk: list[Exchange], outcome: Any) -> None:
-        """One line of the log for each exchange of a dialogue; the last has the value or error."""
+        """Write a line of the log for each exchange of a dialogue; the last has the value or
+        error."""
         if self.log is None or (isinstance(outcome, Stopped) and not talk):
             return
         turns: list[dict[str, Any]] = [
@@ -422,7 +432,7 @@ def text(words: str) -> dict[str, Any]:
 
 
 def said(message: Message) -> str:
-    """The words of a message, <image> where a picture stands."""
+    """The words of a message, with <image> in the place of each picture."""
     content = message["content"]
     if isinstance(content, str):
         return content

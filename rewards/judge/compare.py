@@ -1,4 +1,4 @@
-"""Comparing the members of a group two at a time: comparators, their pairs, win rates.
+"""Members of a group are compared two at a time: comparators, their pairs, win rates.
 
 A judge that reads the first picture more kindly than the second is asked both ways (`swap`): p =
 (p(a, b) + 1 - p(b, a)) / 2 is free of any bias b that adds to both answers.
@@ -24,7 +24,7 @@ Groups = Mapping[int, list[int]]  # group -> rows of its members
 
 
 class Comparator(Protocol):
-    """Anything that says which of two media fits a prompt better.
+    """An object that says which of two media fits a prompt better.
 
     A reward with this method is asked for pairs, not for scores.
     """
@@ -32,10 +32,10 @@ class Comparator(Protocol):
     def compare(
         self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None
     ) -> Tensor:
-        """The probability that a is better, (n,) fp32; 0.5: a tie, NaN: it failed.
+        """The probability that a is better, (n,) fp32; 0.5: a tie, NaN: comparing failed.
 
         media_a, media_b: (n, 3, H, W) or (n, F, 3, H, W) fp32 in [0, 1]. prompts, context: those of
-        a, which are b's too: the members of a group share their prompt.
+        a, and of b, too, because the members of a group share their prompt.
         """
         ...
 
@@ -47,7 +47,7 @@ class Pointwise:
     """
 
     def __init__(self, reward: Any, *, margin: float = 0.0, temperature: float = 0.0):
-        """margin: differences up to this are ties. temperature: 0 decides hard."""
+        """margin: differences up to this are ties. temperature: 0 gives 1, 0.5 or 0."""
         self.reward, self.margin, self.temperature = reward, margin, temperature
 
     def prefer(self, a: Tensor, b: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def from_pointwise(reward: Any, *, margin: float = 0.0, temperature: float = 0.0
 def groups_of(prompts: list[str], context: MediaContext | None, *, reward: str) -> Groups:
     """Rows of each group; a group with two prompts -> ValueError.
 
-    One member alone, the others lost, is a group without pairs.
+    A group of which only one member is left has no pairs.
     """
     if context is None or context.group is None:
         raise ValueError(
@@ -111,8 +111,8 @@ def alone(groups: Groups) -> str | None:
 def pairs_of(groups: Groups, *, opponents: int | None = None) -> Tensor:
     """Every pair of each group's members, G (G - 1) / 2 of them -> (n, 2) int64 rows.
 
-    opponents: about so many pairs for each member, never none, where a group has more; which ones
-    is a hash of (group, i, j), i and j the members' places in the group.
+    opponents: about how many pairs each member of a larger group gets, at least one; a hash of
+    (group, i, j) chooses them, with i and j the members' places in the group.
     """
     out: list[tuple[int, int]] = []
     for group, rows in groups.items():
@@ -124,9 +124,8 @@ def pairs_of(groups: Groups, *, opponents: int | None = None) -> Tensor:
 
 
 def _some(places: list[tuple[int, int]], group: int, count: int) -> list[tuple[int, int]]:
-    """`count` pairs in hashed order, each time one whose members have met the fewest so far.
-
-    So nobody is left out.
+    """Choose `count` pairs in hashed order, each time one whose members have met the fewest so far,
+    so that nobody is left out.
     """
 
     def hashed(pair: tuple[int, int]) -> bytes:
@@ -153,7 +152,7 @@ def ask(
     swap: bool = False,
     chunk: int = 32,
 ) -> Tensor:
-    """The judge's answers -> (n,) fp32 probability that the first of a pair is better; NaN: failed.
+    """Ask the judge -> (n,) fp32 probability that the first of a pair is better; NaN: it failed.
 
     pairs: (n, 2) rows. A pointwise judge scores every sample once. swap: ask both ways and average;
     a pair that failed one way has failed. chunk: most pairs in one call.
@@ -169,7 +168,7 @@ def ask(
         a, b = media[first.to(media.device)], media[second.to(media.device)]
         return _checked(judge, judge.compare(a, b, [prompts[row] for row in first], rows), len(a))
 
-    # Asked both ways: many judges prefer what they see first.
+    # With swap, pairs are asked both ways: many judges prefer the picture that they see first.
     answers = []
     for first, second in (part.unbind(1) for part in pairs.split(chunk)):
         one_way = answer(first, second)
@@ -178,7 +177,7 @@ def ask(
 
 
 def _checked(judge: Comparator, answer: Any, count: int) -> Tensor:
-    """What a judge returned for `count` pairs; anything but probabilities -> RewardBug."""
+    """Check the answer of a judge for `count` pairs; anything but probabilities -> RewardBug."""
     if not isinstance(answer, Tensor):
         got = type(answer).__name__
     elif answer.shape != (count,) or answer.dtype != torch.float32:

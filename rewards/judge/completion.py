@@ -1,4 +1,4 @@
-"""What an OpenAI-compatible server sends: a chat completion as a Reply, its words on an error."""
+"""Answers of an OpenAI-compatible server: a chat completion as a Reply, its words on an error."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import numpy as np
 class Reply:
     """A judge's answer to one question."""
 
-    text: str  # what the model wrote; "" if nothing
-    tokens: int | None  # how many tokens that took; None: the server did not count
+    text: str  # text that the model wrote; "" if it wrote nothing
+    tokens: int | None  # tokens of question and reply; None: the server did not count
     first: dict[str, float] = field(default_factory=dict)  # likely first token -> log-probability
-    cut: bool = False  # whether max_tokens ended it
+    cut: bool = False  # whether the reply ended because of max_tokens
 
     @property
     def finished(self) -> str:
-        """The text; of a reply that was cut, without its last line ("Final Score: 1" of 10)."""
+        """The text; a reply that was cut loses its last line ("Final Score: 1" may begin 10)."""
         return self.text.rpartition("\n")[0] if self.cut else self.text
 
 
@@ -48,7 +48,7 @@ def _first_token(choice: Any) -> dict[str, float]:
     first: dict[str, float] = {}
     for item in positions[0].get("top_logprobs", ()):
         token, logprob = item["token"], float(item["logprob"])
-        # several tokens may read alike, as two spellings of the same bytes: probabilities add up
+        # several tokens may have one text, as two spellings of the same bytes: probabilities add up
         if not math.isnan(logprob):
             first[token] = float(np.logaddexp(first.get(token, -math.inf), logprob))
     return first

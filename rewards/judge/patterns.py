@@ -18,12 +18,12 @@ def either(*parts: str) -> str:
 # "4-5", "80%", "4stars").
 DECIMAL = r"\d++(?:\.\d++)?+"
 SPELLED = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-SIZE = rf"(?:{DECIMAL}|{either(*SPELLED)}\b)"  # of a scale or a set, "5" or "five"
+SIZE = rf"(?:{DECIMAL}|{either(*SPELLED)}\b)"  # size of a scale or a set, "5" or "five"
 GAP = r"[^\S\n]*+"  # spaces within a line; possessive, as every run of spaces before a choice
 
 UNIT = rf"(?:{GAP}分|\s{GAP}{either('points?', 'pts', 'stars?', 'marks?')}\b)"
-# Words that may follow a score in its line. Any other makes it the number of something: "Final
-# Score: 2 objects are missing" is none.
+# Words that may follow a score in its line. Any other word makes the number a count of something:
+# "Final Score: 2 objects are missing" is no score.
 FOLLOWS = either(
     *("because", "as", "since", "for", "due", "given", "with", "without", "based", "considering"),
     *("but", "and", "although", "though", "while", "despite", "which", "where", "after", "on"),
@@ -34,8 +34,9 @@ FOLLOWS = either(
 OTHER_WORD = rf"(?-i:(?!{FOLLOWS}\b)[a-zà-ÿ])"
 
 MOST = either("the", "an?", "possible", "maximum", "total", "of")
-OF = rf"(?:/|(?:out\s+)?of\b(?:\s+{MOST}\b){{0,3}})"  # of, out of, of the, out of a maximum of
-# "2 of 3 objects", "two of the four are red": how many of a set, and not a score on a scale
+# matches: of, out of, of the, out of a maximum of
+OF = rf"(?:/|(?:out\s+)?of\b(?:\s+{MOST}\b){{0,3}})"
+# "2 of 3 objects", "two of the four are red": a part of a set, and not a score on a scale
 SHARE = rf"{SIZE}\s*+{OF}\s*+{SIZE}(?=\s+{OTHER_WORD})"
 SMALL_SHARE = rf"{SIZE}\s*+{OF}\s*+{either('[2-9]', *SPELLED[1:9])}(?![.,]?\d)\b"  # "only 2 of 3"
 
@@ -51,7 +52,7 @@ OPERATION = either(
     # 3 to four, 3 and about 4
     rf"{either('to', 'till', 'until', 'through', 'and')}\s+(?:\w+\s+)?(?:\d|{either(*SPELLED)}\b)",
 )
-# what follows a number that is not the whole statement
+# text after a number that shows that the number is not the whole statement
 GOES_ON = "|".join(
     (
         r"[.,]*\d",  # 4,5
@@ -69,7 +70,7 @@ NUMBER = rf"[\[(]?\s*+([-+]?{DECIMAL})(?:{SCALE_END})?+{UNIT}?+(?!{GOES_ON})"
 
 # --- scales
 
-SCALE_NOTE = r"(?:\([^)\n]*\))?"  # as "(1-5)" between a name and its colon
+SCALE_NOTE = r"(?:\([^)\n]*\))?"  # a note such as "(1-5)" between a name and its colon
 SPAN = rf"{DECIMAL}\s*(?:[-–—]|to)\s*"
 # The top of a scale, in the words around a score.
 TOP = "|".join(
@@ -83,9 +84,9 @@ TOP = "|".join(
         rf"满分\s*({DECIMAL})",
     )
 )
-NOTED_TOP = rf"{SPAN}({DECIMAL})|{OF}\s*+({SIZE})|{TOP}"  # in a note also "1-10" and "of 10"
+NOTED_TOP = rf"{SPAN}({DECIMAL})|{OF}\s*+({SIZE})|{TOP}"  # a note may also say "1-10" and "of 10"
 
-# --- what makes a score none, in the words after it
+# --- words after a score that show that it is no score
 
 CORRECTIONS = either(
     *("no", "wait", "actually", "rather", "sorry", "correction", "i meant?", "make (?:it|that)"),
@@ -100,7 +101,7 @@ SPLIT = rf"^\s*for\b[^.;\n]*?\b{DECIMAL}\s+for\b"  # 4 for colour and 3 for styl
 def value_of(name: str) -> str:
     """A number after "name:", "name (1-5):" or "name ="; name is a pattern.
 
-    A numbered list that begins below is none.
+    The number of a list that begins in the next line does not match.
     """
     return rf"{name}\s*+{SCALE_NOTE}\s*+[:=]{GAP}(?!\n\s*+\d++[.)]\s)\s*+{NUMBER}"
 
@@ -109,7 +110,7 @@ def value_of(name: str) -> str:
 
 MEDIUM = r"(?:edited\s+)?(?:image|video)"
 ADVERBS = either("slightly", "clearly", "much", "significantly", "overall", "the")
-# better aligned, better in colour: a verdict on one aspect, and not on the whole
+# "better aligned", "better in colour": a verdict on one aspect, and not on the whole
 IN_PART = r"\s+(?:\w+ed|drawn|lit|at|with|on|in(?!\s+(?:every|all|general|my)))\b"
 BETTER = "|".join(
     (
@@ -132,7 +133,7 @@ def both_values_of(name: str) -> str:
     return rf"\b{name}\s+score\s*{SCALE_NOTE}\s*:\s*{first}[\s,;]*{second}"
 
 
-# --- what makes a verdict none
+# --- words that show that a verdict is no verdict
 
 DOUBTS = either(
     "whether",
@@ -144,7 +145,7 @@ DOUBTS = either(
     "doubt",
     "either",
 )
-DOUBT = rf"\b{DOUBTS}\b"  # before the verdict, in its sentence
+DOUBT = rf"\b{DOUBTS}\b"  # a doubt before the verdict, in its sentence
 
 NEGATIONS = ("not", "no", "never", "nor", "neither", "nobody", "none", "cannot", "hardly")
 REFUSALS = ("false", "wrong", "untrue", "incorrect", "disagree", "deny")
