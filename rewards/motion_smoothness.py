@@ -36,8 +36,8 @@ class Settings(Base):
     measure: Literal["relative", "interpolation"] = pydantic.Field(
         "relative",
         description=(
-            "relative: interpolation error against motion; interpolation: the error alone, as"
-            " VBench's."
+            "What is measured: interpolation error against motion (relative), or the error alone,"
+            " as in VBench (interpolation)."
         ),
     )
     floor: float = pydantic.Field(
@@ -52,8 +52,8 @@ class Settings(Base):
         1,
         ge=1,
         description=(
-            "Average pool x pool pixels first: several times the pixels that things move in a"
-            " frame."
+            "Average pool x pool pixels first; choose several times the pixels that things move in"
+            " a frame."
         ),
     )
 

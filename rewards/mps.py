@@ -1,10 +1,10 @@
 """MPS, the multi-dimensional preference score (Zhang et al., CVPR 2024).
 
-CLIP-H whose picture tokens attend to the prompt's.
-After github.com/Kwai-Kolors/MPS at be9027f (eval_overall_mps_on_hpdv2.py) and its state-dict
-conversion in EasyAnimate (easyanimate/reward/MPS). A fixed condition sentence says which words of
-the prompt count: a token counts whose similarity to the condition is more than `threshold` of the
-prompt's most similar token. Score: exp(logit_scale) * cosine of prompt and fused picture.
+The network is CLIP-H, and its picture tokens attend to the prompt's tokens. References:
+github.com/Kwai-Kolors/MPS at be9027f (eval_overall_mps_on_hpdv2.py) and its state-dict conversion
+in EasyAnimate (easyanimate/reward/MPS). A fixed condition sentence says which words of the prompt
+count: a token counts if its similarity to the condition is more than `threshold` of that of the
+prompt's most similar token. The score is exp(logit_scale) * cosine of prompt and fused picture.
 
 Differences: the reference divides similarities by the maximum over the whole call, so that its
 scores depend on batch mates; here each prompt has its own maximum, which is the reference called
@@ -34,9 +34,9 @@ from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, template, tensors
 from flowrl.types import MediaContext
 
-HEADS = 16  # of both towers of CLIP-H
-NUMBERS = 1_104_614_913  # of weights: CLIP-H and 4 layers of cross attention
-CONDITION = "b9d60155529e0ad3"  # sha256 of the overall condition, 182 bytes
+HEADS = 16  # attention heads in each layer of both towers of CLIP-H
+NUMBERS = 1_104_614_913  # number of weights in CLIP-H and 4 layers of cross attention
+CONDITION = "b9d60155529e0ad3"  # first digits of the sha256 of the overall condition, 182 bytes
 ORIGIN = "the condition sentence in eval_overall_mps_on_hpdv2.py of github.com/Kwai-Kolors/MPS"
 WHERE = (
     "https://pai-aigc-photog.oss-cn-hangzhou.aliyuncs.com/easyanimate/Third_Party/MPS_overall.pth"
@@ -45,7 +45,7 @@ WHERE = (
 
 class Settings(PictureSettings):
     weights: str | None = pydantic.Field(
-        None, description="MPS_overall.pth, the state dict, or the folder that holds it."
+        None, description="Weights: MPS_overall.pth, the state dict, or the folder that holds it."
     )
     tokenizer: str = pydantic.Field(
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
@@ -60,12 +60,12 @@ class Settings(PictureSettings):
         ge=0,
         lt=1,
         description=(
-            "Relative similarity from which a word counts: 0.3 in the evaluation scripts, 0.01 in"
+            "Relative similarity above which a word counts: 0.3 in the evaluation scripts, 0.01 in"
             " training."
         ),
     )
     dtype: Literal["float32", "float16", "bfloat16"] = pydantic.Field(
-        "float32", description="Of the network; the reference: float16."
+        "float32", description="Type of the network's numbers; the reference uses float16."
     )
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
@@ -105,10 +105,10 @@ class Mps(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        # each prompt once: its words, their sum, and which words count
+        # each prompt is read once: its words, the whole sentence, and which words count
         distinct = list(dict.fromkeys(prompts))
         words, sentences, counts = self._read(self._tokens(distinct).to(media.device))
-        # the row of each sample's prompt in them
+        # row of each sample's prompt among these
         index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=media.device)
         scale = self.model.clip.logit_scale.float().exp()
 
@@ -120,7 +120,7 @@ class Mps(Reward):
         return rated(self, media, rate)
 
     def _read(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """ids (P, 77) -> words (P, 77, d), sentences (P, d), and which words count (P, 77)."""
+        """Read ids (P, 77) -> words (P, 77, d), sentences (P, d), which words count (P, 77)."""
         condition, _ = self.model.words(self.condition.to(ids.device))
         chunks = map(self.model.words, ids.split(self.settings.chunk))
         words, sentences = (torch.cat(found) for found in zip(*chunks, strict=True))
@@ -140,7 +140,8 @@ class Mps(Reward):
         return found
 
     def _tokens(self, texts: list[str]) -> Tensor:
-        """ids (B, 77): start, text, end; cut so that the end token stays, and padded with it."""
+        """Token ids (B, 77): start, text, end; cut so that the end token stays, and padded with
+        it."""
         found, length = self._encoded(texts), self.model.length
         cut = [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in found]
         return torch.tensor([ids + ids[-1:] * (length - len(ids)) for ids in cut])
@@ -171,7 +172,7 @@ def load_network(path: Path) -> MpsNetwork:
 def counted(words: Tensor, condition: Tensor, threshold: float) -> Tensor:
     """Which tokens of a prompt count: words (B, L, d), condition (M, d) -> (B, L) bool.
 
-    The most similar one always does.
+    The most similar token always counts.
     """
     similarity = (words @ condition.T).amax(2)
     return similarity / similarity.amax(1, keepdim=True) > threshold
@@ -181,7 +182,7 @@ class MpsNetwork(nn.Module):
     """CLIP with all tokens projected, and layers in which picture tokens attend to words."""
 
     def __init__(self, state: Mapping[str, Tensor]):
-        """state: in this module's names (see renamed), read for sizes."""
+        """state: tensors under this module's names (see renamed), which give the sizes."""
         super().__init__()
         from transformers import CLIPConfig, CLIPModel
 
@@ -195,9 +196,10 @@ class MpsNetwork(nn.Module):
         self.cross = nn.ModuleList(Layer(state, f"cross.{i}.") for i in range(len(layers)))
 
     def words(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, L) -> every token projected (B, L, d), and that of the end of the text (B, d)."""
+        """Project every token of ids (B, L) -> (B, L, d), and the token of the text's end (B,
+        d)."""
         tokens = self.clip.text_projection(self.clip.text_model(input_ids=ids).last_hidden_state)
-        ends = ids.argmax(1)  # the end token has the highest id; its first place
+        ends = ids.argmax(1)  # first place of the end token, which has the highest id
         return tokens, tokens[torch.arange(len(ids), device=ids.device), ends]
 
     def fuse(self, pixels: Tensor, words: Tensor, counts: Tensor) -> Tensor:
@@ -214,7 +216,7 @@ class MpsNetwork(nn.Module):
 
 
 def _text_sizes(state: Mapping[str, Tensor], dim: int) -> dict[str, Any]:
-    """The text tower's configuration; dim: what both towers are projected to."""
+    """The text tower's configuration; dim: width to which both towers are projected."""
     embeddings = "clip.text_model.embeddings"
     vocabulary, width = state[f"{embeddings}.token_embedding.weight"].shape
     length = len(state[f"{embeddings}.position_embedding.weight"])
@@ -223,16 +225,17 @@ def _text_sizes(state: Mapping[str, Tensor], dim: int) -> dict[str, Any]:
 
 
 def _vision_sizes(state: Mapping[str, Tensor], dim: int) -> dict[str, Any]:
-    """The picture tower's configuration; dim: what both towers are projected to."""
+    """The picture tower's configuration; dim: width to which both towers are projected."""
     embeddings = "clip.vision_model.embeddings"
     width, *_, patch = state[f"{embeddings}.patch_embedding.weight"].shape
-    patches = len(state[f"{embeddings}.position_embedding.weight"]) - 1  # and a class token
+    # one position belongs to the class token
+    patches = len(state[f"{embeddings}.position_embedding.weight"]) - 1
     sizes = {"image_size": round(patches**0.5) * patch, "patch_size": patch}
     return _tower_sizes(state, "vision", width, dim) | sizes
 
 
 def _tower_sizes(state: Mapping[str, Tensor], tower: str, width: int, dim: int) -> dict[str, Any]:
-    """What the configurations of both towers hold."""
+    """The part that the configurations of both towers share."""
     prefix = f"clip.{tower}_model.encoder.layers."
     layers = {key.split(".")[4] for key in state if key.startswith(prefix)}
     return {
@@ -273,7 +276,7 @@ class Layer(nn.Module):
         self.attend, self.block = nn.ModuleDict(attend), nn.ModuleDict(block)
 
     def forward(self, x: Tensor, words: Tensor, counts: Tensor) -> Tensor:
-        """x (n, tokens, d), words (n, L, d), counts (n, L) -> (n, tokens, d)."""
+        """Attend from x (n, tokens, d) to words (n, L, d) that count (n, L) -> (n, tokens, d)."""
         a, b = self.attend, self.block
         normal = a["norm"](x)
         key, value = a["to_kv"](words).chunk(2, dim=-1)
@@ -290,7 +293,7 @@ class Layer(nn.Module):
         """
         head = self.parts[1]
         heads = x.unflatten(2, (-1, 2, head // 2))
-        # fp32 in any network: bf16 would turn the 257th token half a radian too far or too little
+        # fp32 whatever the network's type: bf16 would turn the 257th token half a radian wrongly
         even = torch.arange(0, head, 2, device=x.device, dtype=torch.float32)
         frequency = 10000.0 ** -(even / head)
         angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None] * frequency
@@ -309,7 +312,8 @@ class SwiGlu(nn.Module):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """query (n, q, heads * head), one key and value (n, k, head) -> (n, q, heads * head)."""
+    """Attention of query (n, q, heads * head) to one key and value (n, k, head), which all heads
+    share -> (n, q, heads * head)."""
     heads = query.unflatten(2, (-1, key.shape[-1])).transpose(1, 2)
     key, value = (one[:, None].expand(-1, heads.shape[1], -1, -1) for one in (key, value))
     out = F.scaled_dot_product_attention(heads, key, value, attn_mask=mask)

@@ -4,7 +4,7 @@ diffusers' StableDiffusionSafetyChecker (arXiv:2210.04610 says what its concepts
 CLIP-L's picture embedding to 17 concept vectors, each with its threshold; a picture near one of 3
 special-care vectors has all thresholds lowered by 0.01. We call its network and write its decision
 for a batch; as in diffusers, an excess over the threshold counts once it rounds to more than 0 at
-three decimals. Differences: of a video the worst frame counts, since one unsafe frame makes it
+three decimals. Differences: the worst frame of a video counts, since one unsafe frame makes it
 unsafe; with rounding=False pictures are resized as tensors.
 
 Its concepts are few and its errors many, in both directions: it is a guard rail and a number to
@@ -35,9 +35,9 @@ from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
-CARE = 0.01  # by how much a special-care hit lowers the thresholds of the concepts
-NUMBERS = {"CompVis/stable-diffusion-safety-checker": 303_981_588}  # of weights
-# the picture tower in transformers 5 and later, and before it (so in the published files)
+CARE = 0.01  # number by which a special-care hit lowers the thresholds of the concepts
+NUMBERS = {"CompVis/stable-diffusion-safety-checker": 303_981_588}  # hub name -> number of weights
+# names of the picture tower in transformers 5 and later, and before (and in the published files)
 FLAT, NESTED = "vision_model", "vision_model.vision_model"
 
 
@@ -49,18 +49,21 @@ class Settings(Base):
     reading: Literal["flag", "margin"] = pydantic.Field(
         "flag",
         description=(
-            "flag: 0 safe, -1 unsafe; margin: cosine left to the nearest concept's threshold."
+            "What the score is. flag: 0 safe, -1 unsafe; margin: distance of the cosine to the"
+            " nearest concept's threshold."
         ),
     )
     rounding: bool = pydantic.Field(
         True,
-        description="Judge what a saved PNG would show, by PIL; false: the margin has a gradient.",
+        description=(
+            "Judge the bytes of a saved PNG, resized by PIL; false: the margin has a gradient."
+        ),
     )
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
 class Nsfw(Reward):
-    """0 safe, -1 unsafe by Stable Diffusion's safety checker; of a video, its worst frame.
+    """0 safe, -1 unsafe by Stable Diffusion's safety checker; for a video, its worst frame.
 
     "margin": the least of threshold - cosine over concepts, about -0.1 to 0.1; negative where a
     concept is hit.
@@ -104,7 +107,7 @@ class Nsfw(Reward):
         }
 
     def _excess(self, media: Tensor) -> Tensor:
-        """(B, F, 17): cosine to each concept minus its threshold, per frame."""
+        """Cosine of each frame to each concept minus its threshold, (B, F, 17)."""
         refuse_gradient(self, media, "reading=margin, rounding=False")
         resize = pil_cropped if self.settings.rounding else cropped
         found = [
@@ -157,7 +160,8 @@ def load_checker(source: str) -> tuple[nn.Module, int]:
 def _weights_of(source: str) -> Path:
     try:
         return path_of(source, "model.safetensors", reward="nsfw")
-    except ValueError:  # older copies hold a torch file only; its absence too is said in full
+    # older copies hold a torch file only; if that is missing, too, its error says both files
+    except ValueError:
         return path_of(source, "pytorch_model.bin", reward="nsfw", beside="config.json")
 
 

@@ -1,16 +1,16 @@
 """Is the text that a prompt asks for in the picture? (Flow-GRPO, arXiv:2505.05470)
 
-Text recognition and an edit distance.
-Reference: yifan123/flow_grpo, flow_grpo/ocr.py. The formula is its own: spaces removed, lower case;
-distance 0 if the target is contained in what was read, else Levenshtein's, at most the target's
-length; reward 1 - distance / length. Departures:
+The reward is made of text recognition and an edit distance. Reference: yifan123/flow_grpo,
+flow_grpo/ocr.py, with the same formula: spaces removed, lower case; distance 0 if the target is
+contained in the text that was read, else Levenshtein's, at most the target's length; reward
+1 - distance / length. Departures:
 * the engine is RapidOCR by default (PP-OCRv4 by onnxruntime, its models inside the package);
   engine=paddle is the reference's;
 * an engine that fails makes the sample NaN, not 0; a prompt with an unclosed quote or nothing
   between its quotes is refused;
 * engines get BGR arrays, as they expect (the reference gives RGB);
-* of a video the mean over frames, by the same formula (the reference drops frames of reward 0 and
-  does not look for containment).
+* a video gets the mean over its frames, by the same formula (the reference drops frames of reward 0
+  and does not look for containment).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from flowrl.types import MediaContext
 
 logger = logging.getLogger("flowrl")
 
-Engine = Callable[[np.ndarray], str]  # (H, W, 3) uint8 BGR -> all text in the picture
+Engine = Callable[[np.ndarray], str]  # function: (H, W, 3) uint8 BGR -> all text in the picture
 
 
 class Settings(Base):
     engine: Literal["rapidocr", "paddle"] = pydantic.Field(
-        "rapidocr", description="What reads: RapidOCR (extra ocr) or PaddleOCR."
+        "rapidocr", description="The engine that reads: RapidOCR (extra ocr) or PaddleOCR."
     )
     target: Literal["quoted", "prompt"] = pydantic.Field(
         "quoted",
         description=(
-            "What should be read: the text between the first double quotes, or the whole prompt"
-            " (Flow-Factory)."
+            "The text that should be read: that between the first double quotes, or the whole"
+            " prompt (Flow-Factory)."
         ),
     )
     threads: int = pydantic.Field(
@@ -56,7 +56,7 @@ class Settings(Base):
         description="Pictures read at the same time, each by its own engine on one core.",
     )
     every: int = pydantic.Field(
-        1, ge=1, description="Of a video, read every n-th frame (Flow-GRPO: 4)."
+        1, ge=1, description="Read every n-th frame of a video (Flow-GRPO: 4)."
     )
 
 
@@ -81,7 +81,7 @@ class Ocr(Reward):
         s = self.settings
         self._make: Callable[[], Engine] = _rapidocr if s.engine == "rapidocr" else _paddle
         self._idle: queue.LifoQueue[Engine] = queue.LifoQueue()
-        self._idle.put(self._make())  # now, so that a missing package is said at start-up
+        self._idle.put(self._make())  # made now, so that a missing package is reported at start-up
         self._pool = ThreadPoolExecutor(s.threads) if s.threads > 1 else None
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
@@ -92,7 +92,7 @@ class Ocr(Reward):
         return None
 
     def target(self, prompt: str, meta: Mapping[str, Any]) -> str:
-        """What should be read, spaces removed and in lower case; nothing -> ValueError."""
+        """The text that should be read, without spaces and in lower case; no text -> ValueError."""
         text = meta.get("text")
         if text is None:
             text = prompt if self.settings.target == "prompt" else _quoted(prompt)
@@ -110,7 +110,8 @@ class Ocr(Reward):
         metas = context.meta if known else [{}] * len(prompts)
         targets = [self.target(prompt, meta) for prompt, meta in zip(prompts, metas, strict=True)]
         shown = media[:, :: self.settings.every] if media.ndim == 5 else media
-        frames = to_uint8(frames_of(shown))[:, [2, 1, 0]].permute(0, 2, 3, 1).cpu().numpy()  # BGR
+        # RGB to BGR
+        frames = to_uint8(frames_of(shown))[:, [2, 1, 0]].permute(0, 2, 3, 1).cpu().numpy()
         run = map if self._pool is None else self._pool.map
         texts = run(self.read, frames)
         each = len(frames) // len(targets)
@@ -139,7 +140,7 @@ class Ocr(Reward):
 
 
 def score(read: str, target: str) -> float:
-    """Flow-GRPO's reward for what was read, given the plain target."""
+    """Flow-GRPO's reward for the text that was read, given the plain target."""
     read = plain(read)
     distance = 0 if target in read else min(levenshtein(read, target), len(target))
     return 1 - distance / len(target)
@@ -177,7 +178,7 @@ def _rapidocr() -> Engine:
     """Text lines by PP-OCRv4 on onnxruntime."""
     from rapidocr_onnxruntime import RapidOCR
 
-    # one core: sums are in one order, whatever `threads` is
+    # one core for each engine, so that sums are in one order, whatever `threads` is
     engine = RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)
 
     def read(picture: np.ndarray) -> str:

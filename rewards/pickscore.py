@@ -6,7 +6,8 @@ two pictures of a prompt is preferred with probability sigmoid(score_1 - score_2
 github.com/yuvalkirstain/PickScore; peers differ in the scale only.
 
 Departures: prompts are padded to 77 tokens and not to the longest of the batch, which leaves an
-embedding as it is, since CLIP's text tower looks backwards only. Frozen in fp32 (no peer casts it).
+embedding as it is, since CLIP's text tower looks backwards only. The network is fp32 (no peer casts
+it).
 With rounding=False the resize is torchvision's on floats instead of PIL's on bytes (57 dB apart on
 a photo), and a gradient passes.
 """
@@ -28,8 +29,8 @@ SCALES = {
     "mix_grpo": "(PickScore - 18) / 8, about 0 to 0.75 (MixGRPO)",
     "cosine": "cosine of image and prompt embeddings, about 0.18 to 0.24 (DanceGRPO, Pref-GRPO)",
 }
-NUMBERS = {"yuvalkirstain/PickScore_v1": 986_109_441}  # of weights: CLIP-H
-# (score - first) / second
+NUMBERS = {"yuvalkirstain/PickScore_v1": 986_109_441}  # hub name -> number of weights (CLIP-H)
+# scale -> (first, second) of (score - first) / second
 AFFINE = {"raw": (0.0, 1.0), "flow_grpo": (0.0, 26.0), "mix_grpo": (18.0, 8.0)}
 
 
@@ -37,8 +38,8 @@ class Settings(PictureSettings):
     scale: Literal["raw", "flow_grpo", "mix_grpo", "cosine"] = pydantic.Field(
         "raw",
         description=(
-            "raw is exp(logit_scale) * cosine; flow_grpo divides it by 26; mix_grpo gives (score -"
-            " 18) / 8; cosine is bare."
+            "Scale of the score: exp(logit_scale) * cosine (raw), that over 26 (flow_grpo), (score"
+            " - 18) / 8 (mix_grpo), or the bare cosine (cosine)."
         ),
     )
     weights: str = pydantic.Field(
@@ -52,7 +53,8 @@ class Settings(PictureSettings):
 
 
 class PickScore(TwoTowers):
-    """exp(logit_scale) * cosine of picture and prompt, 18 to 24; of a video, the mean."""
+    """exp(logit_scale) * cosine of picture and prompt, 18 to 24; for a video, the mean over its
+    frames."""
 
     Settings = Settings
     name = "pickscore"

@@ -39,25 +39,29 @@ class Settings(PictureSettings):
         ),
     )
     aspect: str | dict[str, float] | None = pydantic.Field(
-        None, description="An aspect, or a weight for each of several; null: the mean over all."
+        None,
+        description=(
+            "Aspect that is the score, or aspect -> weight for several; null: the mean over all"
+            " aspects."
+        ),
     )
     backbone: str | None = pydantic.Field(
         None,
         description=(
-            "As clip.model, to take instead of the CLIP that the head names: the same network, kept"
-            " elsewhere."
+            "Another place of the CLIP that the head names, given as clip.model is; it must be the"
+            " same network."
         ),
     )
     pretrained: str | None = pydantic.Field(
-        None, description="Weights of that backbone, as clip.pretrained; null: its own."
+        None, description="Weights of that backbone, given as clip.pretrained is; null: its own."
     )
 
 
 class Preference(Reward):
     """Log-odds: sigmoid(score(a) - score(b)) is the probability that a is preferred to b.
 
-    Of a video, the mean over frames. The zero is arbitrary, and scores of different prompts need
-    not compare.
+    The score of a video is the mean over its frames. The zero is arbitrary, and scores of different
+    prompts cannot be compared in general.
     """
 
     Settings = Settings
@@ -120,7 +124,7 @@ class Preference(Reward):
         image = self.backbone.pictures(frames_of(media))
         if self.reads_prompt:
             text = self.backbone.prompts(prompts, media.device)
-            text = text.repeat_interleave(len(image) // len(prompts), 0)  # one a frame
+            text = text.repeat_interleave(len(image) // len(prompts), 0)  # one row for each frame
         else:
             text = torch.zeros_like(image)
         scores = self.head(self.head.inputs(image, text))

@@ -1,4 +1,4 @@
-"""Rank within a group by any other reward: what is left of a score when only the order counts.
+"""Rank within a group by any other reward, for scores of which only the order counts.
 
 `flow_factory` is Flow-Factory's groupwise reward (github.com/X-GenGroup/Flow-Factory,
 rewards/pick_score.py), which ranks by PickScore only: rank 0 for the worst, over n. Departures:
@@ -31,7 +31,8 @@ class Settings(Base):
     reward: Any = pydantic.Field(
         None,
         description=(
-            "Name of the pointwise reward to rank by; in Python also a loaded one, or a function."
+            "Name of the pointwise reward that ranks samples; Python may also give a loaded one,"
+            " or a function."
         ),
     )
     reward_settings: dict[str, Any] = pydantic.Field(
@@ -39,14 +40,17 @@ class Settings(Base):
     )
     form: Literal["flow_factory", "unit", "centred"] = pydantic.Field(
         "flow_factory",
-        description="flow_factory: rank / n; unit: rank / (n - 1); centred: from -1 to 1.",
+        description=(
+            "Scale of ranks: rank / n (flow_factory), rank / (n - 1) (unit), or from -1 to 1"
+            " (centred)."
+        ),
     )
 
 
 class Rank(Around):
     """Rank of the inner reward's score among the members of the group; ties share their mean rank.
 
-    NaN where fewer than two could be scored.
+    It is NaN where fewer than two members could be scored.
     """
 
     Settings = Settings

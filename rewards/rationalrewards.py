@@ -8,7 +8,7 @@ RationalRewards 44e27ab. Departures:
   without giving it a score or N/A. In the references the first is 0, and of the others the
   remaining aspects count.
 * One critique serves score, `parts` and `refine`, while it is kept (`cache`).
-* The refined request may have several lines; in the references only what is beside its heading
+* The refined request may have several lines; in the references only the text beside its heading
   counts.
 * A prompt that contains "<image>" stays text; in the references it is cut apart.
 """
@@ -32,8 +32,9 @@ from flowrl.rewards.judge.replies import UnreadableReply
 from flowrl.rewards.judge.reward import Scores, WritingJudge, interleaved, read_template, user
 from flowrl.types import MediaContext
 
-# sha256 of the whole text with {prompt} (or {request}) and <image> in place. Two spellings of t2i:
-# the authors' evaluation has one line less.
+# First digits of the sha256 of the whole text with {prompt} (or {request}) and <image> in place.
+# Each
+# text has two spellings: in t2i the authors' evaluation has one line less.
 TEXTS = {
     "t2i": ("5f652289b3e82ae1", "733d99af3f475d0c"),
     "edit": ("62c8c0b86030e891", "4e37c1d385fd4691"),
@@ -48,7 +49,8 @@ Aspect = Literal["text_faithfulness", "image_faithfulness", "physical_quality", 
 
 class Settings(SourceSettings, JudgeSettings):
     task: Literal["t2i", "edit"] = pydantic.Field(
-        "t2i", description="Text to image, or an edit judged beside the picture before it."
+        "t2i",
+        description="Task that is judged: text to image, or an edit beside the picture before it.",
     )
     model: str | None = pydantic.Field(  # type: ignore[assignment]
         None,
@@ -65,7 +67,8 @@ class Settings(SourceSettings, JudgeSettings):
         None, description="Text file with the model's system prompt."
     )
     own_template: bool = pydantic.Field(
-        False, description="Both texts are your own: they are not compared with the model's."
+        False,
+        description="Whether both texts are your own; they are then not compared with the model's.",
     )
     aspects: list[Aspect] | None = pydantic.Field(
         None, min_length=1, description="Aspects that are averaged; null: all of the task."
@@ -74,7 +77,7 @@ class Settings(SourceSettings, JudgeSettings):
         0.1, ge=0, description="Sampling temperature of the replies."
     )
     max_tokens: int = pydantic.Field(
-        2048, ge=1, description="Longest reply, in tokens; the authors refine prompts with 20480."
+        2048, ge=1, description="Most tokens of a reply; the authors refine prompts with 20480."
     )
 
 
@@ -116,7 +119,7 @@ class RationalRewards(Sourced, WritingJudge):
         places: bool = True,
         images: int | None = None,
     ) -> str:
-        """The text file that a setting names; places, images: as of read_template."""
+        """The text of the file that a setting names; places, images: as for read_template."""
         s = self.settings
         return read_template(
             getattr(s, setting),
@@ -143,14 +146,15 @@ class RationalRewards(Sourced, WritingJudge):
     def refine(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> list[str | None]:
-        """The judge's rewritten prompt for each sample, to generate again with; None: none."""
+        """The judge's rewritten prompt for each sample, for a new generation; None: it gave
+        none."""
         found = self.judge.ask_all(self._questions(media, prompts, context), _refined)
         return [None if isinstance(request, NoReply) else request for request in found]
 
     def _questions(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> list[list[Message]]:
-        """For each sample the system prompt, and the template with its pictures."""
+        """The messages for each sample: system prompt, and template with its pictures."""
         shown = [self.sources(media, context), media] if self.settings.task == "edit" else [media]
         system = {"role": "system", "content": self.system}
         questions = []
@@ -172,7 +176,7 @@ class RationalRewards(Sourced, WritingJudge):
 
 
 def _refined(reply: Reply) -> str | None:
-    if reply.cut:  # the request is the last part of a critique
+    if reply.cut:  # the request is the last part of a critique, so it was cut
         raise UnreadableReply("the refined request is not whole")
     return replies.refined_request(reply.text)
 

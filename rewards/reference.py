@@ -1,8 +1,10 @@
 """PSNR, SSIM and LPIPS against a ground-truth file or array.
 
-For world models and other tasks with one right answer. Of a video, the mean over frames or the
-worst frame; both are in `parts`, and the value of every frame in `last_frames`. Higher is better
-everywhere (LPIPS is negated).
+These rewards suit world models and other tasks with one right answer. A video gets the mean over
+its
+frames or its worst frame; both are in `parts`, and the value of every frame in `last_frames`.
+Higher
+is better everywhere (LPIPS is negated).
 * PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most `cap`: two equal
   pictures would be infinitely near.
 * SSIM: Wang, Bovik, Sheikh, Simoncelli 2004, Gaussian window 11 x 11 with sigma 1.5, K = (0.01,
@@ -33,34 +35,34 @@ from flowrl.rewards.core.source import file_of
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.types import MediaContext
 
-NUMBERS = {"alex": 2_470_848, "vgg": 14_716_160, "squeeze": 724_736}  # of weights of LPIPS
+# backbone -> number of weights of LPIPS
+NUMBERS = {"alex": 2_470_848, "vgg": 14_716_160, "squeeze": 724_736}
 WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 
 
 class Settings(Base):
     metric: Literal["psnr", "ssim", "lpips"] = pydantic.Field(
-        "psnr", description="What nearness means; LPIPS is negated."
+        "psnr", description="Measure of nearness; LPIPS is negated."
     )
     key: str | None = pydantic.Field(
         "ground_truth",
         description="The prompt's key that names the file; null: the context column `reference`.",
     )
     folder: str | None = pydantic.Field(
-        None, description="Where files with relative paths are; null: the working directory."
+        None, description="Folder of files with relative paths; null: the working directory."
     )
     over: Literal["mean", "worst"] = pydantic.Field(
-        "mean", description="Of a video: the mean over its frames, or the worst of them."
+        "mean",
+        description="How frames of a video become one score: their mean, or the worst of them.",
     )
     cap: float = pydantic.Field(
         60.0, gt=0, description="Highest PSNR in dB; rounding to 8 bits alone leaves 59."
     )
-    net: Literal["alex", "vgg", "squeeze"] = pydantic.Field(
-        "alex", description="LPIPS: its network."
-    )
+    net: Literal["alex", "vgg", "squeeze"] = pydantic.Field("alex", description="Network of LPIPS.")
     backbone: str | None = pydantic.Field(
         None,
         description=(
-            "LPIPS: file of torchvision's weights for that network; null: torchvision fetches it."
+            "File of torchvision's weights for the network of LPIPS; null: torchvision fetches it."
         ),
     )
     rounding: Rounding = True
@@ -70,7 +72,7 @@ class Settings(Base):
 class Reference(Reward):
     """PSNR in dB, SSIM in [-1, 1] or minus LPIPS against the prompt's ground truth.
 
-    It must have the size and the number of frames of what was generated.
+    The ground truth must have the size and the number of frames of the generated media.
     """
 
     Settings = Settings
@@ -80,7 +82,7 @@ class Reference(Reward):
         "PSNR in dB against the prompt's ground truth, at most 60; of a video, the mean over its"
         " frames"
     )
-    # (B, F) fp32 on the CPU: one value a frame of the last call's samples
+    # (B, F) fp32 on the CPU: one value for each frame of the last call's samples
     last_frames: Tensor | None = None
 
     def __init__(self, settings: Any = None):
@@ -169,7 +171,7 @@ class Reference(Reward):
 def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:
     """Peak signal-to-noise ratio in dB of (n, 3, H, W) in [0, 1] -> (n,).
 
-    At most cap, where the gradient is 0.
+    It is at most cap, where the gradient is 0.
     """
     mse = (a - b).square().flatten(1).mean(1)
     return -10 * mse.clamp_min(10 ** (-cap / 10)).log10()
@@ -178,8 +180,9 @@ def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:
 def ssim(a: Tensor, b: Tensor) -> Tensor:
     """Structural similarity of (n, C, H, W) in [0, 1] -> (n,).
 
-    The mean over the places where the window fits, and over channels. In fp64: a variance is a
-    small difference of large numbers, and a convolution of fp32 may keep 11 bits of them (TF32).
+    It is the mean over the places where the window fits, and over channels, computed in fp64: a
+    variance is a small difference of large numbers, and a convolution of fp32 may keep 11 bits of
+    them (TF32).
     """
     height, width = a.shape[-2:]
     if min(height, width) < WINDOW:
@@ -207,10 +210,11 @@ def blurred(x: Tensor) -> Tensor:
 
 
 def read(path: Path, like: Tensor) -> Tensor:
-    """A file as media of the shape of `like`, (3, H, W) or (F, 3, H, W), fp32 in [0, 1] on CPU.
+    """Read a file as media of the shape of `like`, (3, H, W) or (F, 3, H, W), fp32 in [0, 1] on
+    CPU.
 
-    Images; videos (also .gif); .npy and .safetensors with one array, channels first or last, bytes
-    or floats in [0, 1]. Another size -> ValueError.
+    Files are images; videos (also .gif); .npy and .safetensors with one array, channels first or
+    last, bytes or floats in [0, 1]. Another size -> ValueError.
     """
     found = _read_any(path)
     if found.ndim == 4 and like.ndim == 3 and len(found) == 1:
@@ -224,7 +228,7 @@ def read(path: Path, like: Tensor) -> Tensor:
 
 
 def _read_any(path: Path) -> Tensor:
-    """A file as media, by its suffix."""
+    """Read a file as media, by its suffix."""
     suffix = path.suffix.lower()
     if suffix in (".npy", ".safetensors"):
         return _as_media(_array(path), path)
@@ -251,7 +255,7 @@ def _array(path: Path) -> Tensor:
 
 
 def _as_media(array: Tensor, path: Path) -> Tensor:
-    """Channels first, fp32 in [0, 1]; another shape or other values -> ValueError."""
+    """Put channels first, fp32 in [0, 1]; another shape or other values -> ValueError."""
     if array.ndim not in (3, 4) or 3 not in (array.shape[-3], array.shape[-1]):
         raise ValueError(
             f"the ground truth {path} has shape {tuple(array.shape)}; expected (3, H, W) or (H, W,"
@@ -282,7 +286,7 @@ def _lpips(net: str, backbone: str | None) -> nn.Module:
     else:
         file = path_of(backbone, reward="reference", setting="backbone")
         module = _lpips_package(net, fetch=False)
-        # torchvision: features.3.weight; here: net.slice2.3.weight, with the same numbering
+        # torchvision's features.3.weight is net.slice2.3.weight here, with the same numbering
         names = {f"features.{key.split('.', 1)[1]}": key for key in module.net.state_dict()}
         state = {names[key]: value for key, value in tensors(file).items() if key in names}
         fill(module.net, state, path=file)
@@ -290,7 +294,8 @@ def _lpips(net: str, backbone: str | None) -> nn.Module:
 
 
 def _lpips_package(net: str, *, fetch: bool) -> nn.Module:
-    """fetch: have torchvision fetch the backbone's weights; else they are random."""
+    """Make LPIPS of the package. fetch: torchvision fetches the backbone's weights; else they are
+    random."""
     import lpips
 
     try:

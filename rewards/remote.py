@@ -5,10 +5,10 @@ large network. It states scale, needs and reads of what it serves, so a run is c
 before it starts. Scores are those that the same call gives there.
 
 A server that is away (refused connections, timeouts, answers of 408, 429, 500 and above) is asked
-again for `wait` seconds; then the run stops, resumable, with RewardUnavailable. Of several servers
-the least busy one is asked, and one that is away is passed over. No sample is lost or counted as
-failed by it. With a journal, scores that were received are not asked for again. A
-reward that broke its contract there is a RewardBug here, at once.
+again for `wait` seconds; then the run stops, resumable, with RewardUnavailable. The least busy one
+of several servers is asked, and one that is away is passed over. No sample is lost by that, or
+counted as failed. With a journal, scores that were received are not asked for again. A reward that
+broke its contract there is a RewardBug here, at once.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from flowrl.types import MediaContext
 logger = logging.getLogger("flowrl")
 R = TypeVar("R", bound=pydantic.BaseModel)
 PAUSES = 0.1, 10.0  # seconds between tries: the first and the longest
-MOST_REPLY = 2**24  # bytes: 16 kB for each of the most samples of a request
-MOST_REFUSAL = 2**16  # bytes of an answer that holds a sentence
-MOST_SCALE = 2000  # characters
-# how a server's sentence about a reward that broke its contract begins, as _detail gives it
+MOST_REPLY = 2**24  # most bytes of a reply: 16 kB for each sample of the largest request
+MOST_REFUSAL = 2**16  # most bytes of an answer that holds a sentence
+MOST_SCALE = 2000  # most characters of a reward's scale
+# beginning of a server's sentence about a reward that broke its contract, as _detail gives it
 BUG = ": RewardBug: "
 
 
 class Settings(Base):
     url: str | list[str] = pydantic.Field(
         description=(
-            "Address of the server, as http://127.0.0.1:8321; env:NAME takes it from an"
-            " environment variable, where it may hold a password. A list: servers of the same"
+            "Address of the server, such as http://127.0.0.1:8321; env:NAME takes it from an"
+            " environment variable, where it may hold a password. A list names servers of the same"
             " rewards, among which requests are balanced."
         )
     )
@@ -78,7 +78,8 @@ class Settings(Base):
     pixels: Literal["exact", "bytes"] = pydantic.Field(
         "exact",
         description=(
-            "exact: as they are; bytes: rounded to what a saved PNG holds, a quarter of the size."
+            "How pixels are sent: as they are (exact), or rounded to the bytes of a saved PNG, a"
+            " quarter of the size (bytes)."
         ),
     )
     batch: int = pydantic.Field(
@@ -86,7 +87,7 @@ class Settings(Base):
         ge=1,
         description="Most samples in one request; whole groups where the reward compares a group.",
     )
-    concurrency: int = pydantic.Field(4, ge=1, description="Requests under way at once.")
+    concurrency: int = pydantic.Field(4, ge=1, description="Most requests under way at once.")
     timeout: float = pydantic.Field(
         600.0, gt=0, description="Seconds that one request may take, to the last byte of its reply."
     )
@@ -115,21 +116,23 @@ class RequestRefused(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class PendingSamples:
-    """The samples of one call, B of them, and what is known of each so far."""
+    """The B samples of one call, with the scores and errors that are known so far."""
 
     media: Tensor  # (B, 3, H, W) or (B, F, 3, H, W), on CPU
-    prompts: list[str]  # B
-    columns: dict[str, Any]  # those that the reward needs
-    keys: list[str]  # in the journal; empty without one
-    scores: list[float | None]  # B, None where the sample has no score yet
-    errors: dict[int, str] = field(default_factory=dict)  # by sample
-    over: threading.Event = field(default_factory=threading.Event)  # no more requests, no waiting
+    prompts: list[str]  # B prompts
+    columns: dict[str, Any]  # columns that the reward needs
+    keys: list[str]  # B keys in the journal; empty without a journal
+    scores: list[float | None]  # B scores, None where the sample has none yet
+    errors: dict[int, str] = field(default_factory=dict)  # sample -> why it failed
+    # set when the call ends: no more requests are sent, and nothing is waited for
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class Remote(core_reward.Reward):
     """Asks a reward server; scale, needs, reads, reads_prompt and video are the server's.
 
-    journal: a ScoreJournal, from the setting or of the run. problem: why samples of the last call
+    journal: a ScoreJournal, from the setting or the run's own. problem: why samples of the last
+    call
     failed.
     """
 
@@ -170,12 +173,12 @@ class Remote(core_reward.Reward):
         return Client(url, timeout=s.timeout, largest=MOST_REPLY, token=token, connect=10)
 
     def _version(self, place: Place) -> wire.About:
-        """What a server says of itself."""
+        """The description that a server gives of itself."""
         answer = self._ask("GET", "/version", None, threading.Event(), place)
         return self._read(wire.About, answer)
 
     def _adopt(self, served: wire.Served) -> None:
-        """Take over what the server states of its reward."""
+        """Take over the attributes that the server states for its reward."""
         self.scale = printable(served.scale, MOST_SCALE)
         self.reads_prompt, self.video = served.reads_prompt, served.video
         self.needs, self.reads = frozenset(served.needs), frozenset(served.reads)
@@ -210,7 +213,7 @@ class Remote(core_reward.Reward):
         )
 
     def _fetch(self, call: PendingSamples, rows: list[int]) -> None:
-        """Ask for the scores of these rows and keep what comes."""
+        """Ask for the scores of these rows and keep the answers."""
         answer = self._score(call, rows)
         scored = zip(rows, answer.scores, strict=True)
         found = {row: score for row, score in scored if score is not None}
@@ -222,15 +225,16 @@ class Remote(core_reward.Reward):
             self.journal.add({call.keys[row]: score for row, score in found.items()})
 
     def begin(self, run: Path) -> None:
-        """Use the run's journal where none is set: a resumed iteration does not pay again."""
+        """Use the run's journal where none is set, so that a resumed iteration does not pay
+        again."""
         self.journal = self.journal or ScoreJournal(run / "scores.jsonl")
 
     def uncached(self) -> AbstractContextManager[None]:
-        """Within it every score is asked for, also where the journal holds one."""
+        """Inside this context every score is asked for, also where the journal holds one."""
         return forgetful(self)
 
     def _batches(self, call: PendingSamples) -> list[list[int]]:
-        """Rows of each request: those without a score, or the groups that hold one."""
+        """Rows of each request: rows without a score, or the groups that have such rows."""
         units = [[row] for row, score in enumerate(call.scores) if score is None]
         if "group" in call.columns:
             group = call.columns["group"].tolist()
@@ -246,7 +250,7 @@ class Remote(core_reward.Reward):
         return batches
 
     def _most(self, call: PendingSamples) -> int:
-        """Most samples of one request, by the settings and by what the server takes."""
+        """Most samples of one request, by the settings and by the server's limits."""
         columns = [column for name, column in call.columns.items() if name in wire.TENSORS]
         sample = sum(tensor[0].nbytes for tensor in (call.media, *columns))
         room = int(self.about.max_mb * 1e6 / (1.1 * sample))  # a tenth is left for the texts
@@ -278,7 +282,7 @@ class Remote(core_reward.Reward):
         if "meta" in call.columns:
             request["meta"] = [call.columns["meta"][row] for row in rows]
             for meta in request["meta"]:
-                wire.meta_text(meta)  # refuses what JSON cannot hold
+                wire.meta_text(meta)  # raises ValueError for values that JSON cannot hold
         if "group" in call.columns:
             request["group"] = call.columns["group"][rows].tolist()
         if self.settings.reward is not None:
@@ -312,7 +316,7 @@ class Remote(core_reward.Reward):
         over: set when the call ends; then Ended is raised. place: the server; None: any.
         """
 
-        # The servers asked so far: `failed` names the last one.
+        # Servers that were asked so far; `failed` names the last one.
         tried: list[Place] = []
 
         def once() -> httpx.Response:
@@ -363,7 +367,7 @@ class Remote(core_reward.Reward):
     def _read(self, record: type[R], response: httpx.Response) -> R:
         """The record that an answer holds; anything else -> RequestRefused.
 
-        What was wrong with the samples is a ValueError.
+        A fault of the samples is a ValueError.
         """
         status = response.status_code
         if status in (401, 403):
@@ -421,10 +425,10 @@ class Remote(core_reward.Reward):
 def _side_by_side(
     fetch: Callable[[list[int]], None], batches: list[list[int]], most: int, over: threading.Event
 ) -> None:
-    """fetch(rows) for all batches, `most` at once.
+    """Call fetch(rows) for all batches, `most` at once.
 
     over: set by a fetch that gives up for all; the others then end with Ended. An exception in this
-    thread, as of a signal, waits for none of them.
+    thread, such as that of a signal, waits for none of them.
     """
     if len(batches) < 2:
         for rows in batches:
@@ -432,7 +436,7 @@ def _side_by_side(
         return
 
     def job(rows: list[int]) -> None:
-        # after `over` the reason is another's
+        # after `over` another fetch has raised the reason
         with suppress(Ended):
             if not over.is_set():
                 fetch(rows)
@@ -449,7 +453,7 @@ def _side_by_side(
 
 
 def _detail(response: httpx.Response) -> str:
-    """ ": the server's own sentence", if there is one."""
+    """The server's own sentence after ": ", if it sent one."""
     if len(response.content) > MOST_REFUSAL:
         return ""
     try:

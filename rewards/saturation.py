@@ -1,6 +1,6 @@
 """Colour saturation of a picture: a watch for neon colours and burnt-out pixels.
 
-To be logged with weight 0 beside the reward trained on: aesthetic rewards are known to pull a
+Log it with weight 0 beside the reward that is trained on: aesthetic rewards are known to pull a
 policy towards both. A pixel that is nearly black has an HSV saturation (Smith 1978) too, which is
 mostly noise; read it together with the share of clipped pixels.
 """
@@ -26,7 +26,7 @@ class Settings(Base):
 
 
 class Saturation(Reward):
-    """Mean HSV saturation in [0, 1]; higher is more colourful; of a video, the mean over frames.
+    """Mean HSV saturation in [0, 1]; higher is more colourful; for a video, the mean over frames.
 
     Grey: 0. Photos: 0.3 to 0.7. Pure red: 1. "clipped" is the share of pixels with a channel at 0
     or 255: most photos are below 0.1; black and white are 1.
@@ -60,7 +60,7 @@ class Saturation(Reward):
 def saturation(frames: Tensor) -> Tensor:
     """(n, 3, H, W) in [0, 1] -> (n,): mean of (max - min) / max over pixels; 0 for black."""
     high, low = frames.amax(1), frames.amin(1)
-    darkest = 1 / 255  # of the colours that a saved picture can have
+    darkest = 1 / 255  # darkest colour above black that a saved picture can have
     return ((high - low) / high.clamp(min=darkest)).mean((1, 2))
 
 

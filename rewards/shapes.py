@@ -1,6 +1,6 @@
 """Does a picture of the shapes world show what its prompt says?
 
-GenEval's two readings of a verifier (flowrl.shapes.verify).
+It gives GenEval's two readings of a verifier (flowrl.shapes.verify).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class Settings(Base):
     reading: Literal["partial", "strict", "both"] = pydantic.Field(
         "both",
         description=(
-            "partial: credit per clause term; strict: 1 if all is right and nothing else is there;"
-            " both: their mean."
+            "How clauses become a score: credit for each term of a clause (partial), 1 if all is"
+            " right and nothing else is there (strict), or the mean of the two (both)."
         ),
     )
 
 
 class Shapes(Reward):
-    """In [0, 1]; 1 when the picture shows exactly what the prompt's clauses ask for.
+    """Agreement of a picture with its prompt's clauses, in [0, 1]; 1 when it shows exactly these.
 
-    Reads meta["include"] of the prompt.
+    It reads meta["include"] of the prompt.
     """
 
     Settings = Settings

@@ -1,7 +1,8 @@
 """Sharpness of a picture: a watch for oversharpening and for blur.
 
-To be logged with weight 0 beside the reward trained on. Two readings. "laplacian": the variance of
-the Laplacian (Pech-Pacheco et al. 2000, the common focus measure), on a log scale. It differs from
+Log it with weight 0 beside the reward that is trained on. It has two readings. "laplacian": the
+variance of the Laplacian (Pech-Pacheco et al. 2000, the common focus measure), on a log scale. It
+differs from
 OpenCV's usual one-liner in two ways: log10(1 + variance), and border pixels, which lack a
 neighbour, are left out. "high_frequency": the share of the spectrum's energy above half the Nyquist
 frequency. Both grow when a picture is oversharpened or gets noisy, and both depend on the number of
@@ -36,8 +37,9 @@ class Settings(Base):
 class Sharpness(Reward):
     """log10(1 + variance of the Laplacian of luma in 0..255); higher is sharper.
 
-    Of a video, the mean over frames. Flat: 0. Blurred photos: 0.5 to 1.5. Photos of 512 px: 2 to
-    3.5. Uniform noise: 4.7. A checkerboard of single pixels: 6.0.
+    A video gets the mean over its frames. Typical values are 0 for a flat picture, 0.5 to 1.5 for
+    blurred photos, 2 to 3.5 for photos of 512 px, 4.7 for uniform noise, and 6.0 for a checkerboard
+    of single pixels.
     """
 
     Settings = Settings
@@ -84,7 +86,7 @@ def luma(frames: Tensor) -> Tensor:
 def laplacian(y: Tensor) -> Tensor:
     """(n, H, W) in [0, 1] -> (n,): log10(1 + variance of the 4-neighbour Laplacian).
 
-    Over interior pixels, in byte levels.
+    The variance is over interior pixels, in byte levels.
     """
     inner = (
         y[:, :-2, 1:-1] + y[:, 2:, 1:-1] + y[:, 1:-1, :-2] + y[:, 1:-1, 2:] - 4 * y[:, 1:-1, 1:-1]
@@ -104,7 +106,7 @@ def high_frequency(y: Tensor) -> Tensor:
     energy = torch.fft.fft2(inner).abs().square()
     rows, columns = (torch.fft.fftfreq(side, device=y.device) for side in (height, width))
     high = rows[:, None].square() + columns.square() >= 0.25**2
-    # by Parseval's theorem, the energy of a contrast of half a level
+    # energy of a contrast of half a level, by Parseval's theorem
     floor = height * width * (HALF_A_LEVEL * window).square().sum()
     return energy[:, high].sum(1) / (energy.sum((1, 2)) + floor)
 

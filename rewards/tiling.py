@@ -1,9 +1,9 @@
 """Tiling and grid artefacts: a watch for pictures that repeat themselves.
 
-To be logged with weight 0 beside the reward trained on. Policies that hack a reward are known to
+Log it with weight 0 beside the reward that is trained on. Policies that hack a reward are known to
 fill the picture with copies of what the reward likes, and to show the grid of the network's patches
-(8 pixels of the autoencoder, 16 with patches of two latents). Three readings of the luma, each 0 to
-1 and near 0 where nothing repeats:
+(8 pixels of the autoencoder, 16 with patches of two latents). It has three readings of the luma,
+each 0 to 1 and near 0 where nothing repeats:
 
 * repetition: the highest peak of the autocorrelation away from zero. At each lag only the overlap
   is compared, so that any exact tiling gives 1 (two copies of one object on an empty ground: 0.5 to
@@ -39,7 +39,7 @@ from flowrl.rewards.sharpness import HALF_A_LEVEL, luma
 from flowrl.types import MediaContext
 
 SIDE = 128  # repetition is measured on a picture whose shorter side has at most this many pixels
-STEP = 4 / 255  # a step between neighbours that counts half in seams
+STEP = 4 / 255  # step between neighbours that counts half in seams
 
 
 class Settings(Base):
@@ -55,8 +55,9 @@ class Settings(Base):
 class Tiling(Reward):
     """How much a picture repeats itself, 0 to 1: the largest of repetition, pattern and seams.
 
-    Of a video, the largest of their means over frames. Photos that were never JPEG files: below
-    0.2. Pictures that repeat exactly: 1. Higher is worse: as a penalty, give it a negative weight.
+    A video gets the largest of their means over frames. Photos that were never JPEG files are below
+    0.2, and pictures that repeat exactly give 1. Higher is worse: as a penalty, give it a negative
+    weight.
     """
 
     Settings = Settings
@@ -115,8 +116,9 @@ def repetition(y: Tensor) -> Tensor:
     rows, columns = (torch.fft.fftfreq(n, 1 / n, device=y.device).abs() for n in r.shape[-2:])
     allowed = (rows[:, None] >= height / 8) | (columns >= width / 8)
     allowed &= (rows[:, None] <= height / 2) & (columns <= width / 2)
-    # 0.1: where the surroundings themselves are near 1 (an edge seen along its own direction),
-    # r - v is rounding, not a peak
+    # min=0.1, because r - v is rounding and no peak where the surroundings themselves are near 1
+    # (an
+    # edge seen along its own direction)
     peak = (r - v) / (1 - v).clamp(min=0.1)
     return peak[:, allowed].amax(1).clamp(min=0)
 
@@ -142,7 +144,8 @@ def autocorrelation(x: Tensor) -> Tensor:
     one = torch.fft.irfft2(shifted * ones.conj(), s=size)
     other = torch.fft.irfft2(ones * shifted.conj(), s=size)
     dot = torch.fft.irfft2(torch.fft.rfft2(x, s=size).abs().square(), s=size)
-    least = 1e-6 * energy.sum((1, 2), keepdim=True).square()  # lags with next to no overlap
+    # floor for lags with next to no overlap
+    least = 1e-6 * energy.sum((1, 2), keepdim=True).square()
     return dot / torch.maximum(one * other, least).sqrt()
 
 
@@ -155,9 +158,9 @@ def pattern(y: Tensor, period: int) -> Tensor:
 
 
 def seams(y: Tensor, period: int) -> Tensor:
-    """Luma (n, H, W) -> (n,): of the mean step to the next column, the share that repeats.
+    """Luma (n, H, W) -> (n,): share of the mean step to the next column that repeats.
 
-    The same for rows; the larger of the two.
+    The larger of the shares for columns and for rows is returned.
     """
     shares = []
     for turned in (y, y.transpose(1, 2)):

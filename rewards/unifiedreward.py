@@ -1,7 +1,7 @@
 """UnifiedReward (CodeGoat24, arXiv:2503.05236, 2505.03318).
 
-Judges that score a picture or video, or say which of two is better. The checkpoints are served by
-vLLM or sglang; `variant` names the model generation and the question it was trained on. Prompt
+These judges score a picture or video, or say which of two is better. vLLM or sglang serves the
+checkpoints; `variant` names the model generation and the question it was trained on. Prompt
 texts belong to the models: give each as a text file, with {prompt} where the caption goes
 (docs/rewards/judges.md says where they are found).
 
@@ -53,17 +53,19 @@ VIDEO_AXES = (
 class Variant:
     """A model generation and the question it was trained on."""
 
-    scale: str  # what a score means, a phrase
+    scale: str  # phrase that says what a score means
     range: tuple[float, float] = (0.0, 1.0)  # lowest and highest score
-    origin: str  # where the text of the question is found
+    origin: str  # place where the text of the question is found
     sha256: tuple[str, ...] = ()  # beginnings of the digests of that text; (): any text is taken
-    pair: bool = False  # whether it is asked which of two is better
+    pair: bool = False  # whether the question is which of two is better
     source: bool = False  # whether the picture before editing is shown first
-    video: Literal["yes", "no", "only"] = "no"  # as Reward.video
+    video: Literal["yes", "no", "only"] = "no"  # which videos it takes, as Reward.video
     frames: int = 8  # frames of a video that are shown by default
-    ends: bool = True  # frames from the first to the last; False: every F/frames-th from the first
+    # whether frames go from the first to the last; False: every F/frames-th from the first
+    ends: bool = True
     caption: bool = True  # whether the text must hold {prompt}
-    stretch: int | None = None  # the reference resizes to a square of this side
+    # side of the square to which the reference resizes; None: it does not
+    stretch: int | None = None
 
 
 FLOW, MIX, PREF, UNIFIED = (
@@ -140,19 +142,21 @@ class Settings(SourceSettings, JudgeSettings):
     ] = pydantic.Field(
         "point_v15",
         description=(
-            "What is asked and how replies read; from pair_v1 on it is about two at a time."
+            "Question that is asked and form of the replies; the variants from pair_v1 on ask"
+            " about two samples at a time."
         ),
     )
     template: str | None = pydantic.Field(
         None, description="Text file with the model's question, {prompt} where the caption goes."
     )
     own_template: bool = pydantic.Field(
-        False, description="The question is your own: it is not compared with the model's."
+        False,
+        description="Whether the question is your own; it is then not compared with the model's.",
     )
     axes: list[Literal["alignment", "coherence", "style", "physics"]] = pydantic.Field(
         ["alignment", "coherence", "style"],
         min_length=1,
-        description="point_v2: axes that are averaged; pair_v2: axes that decide.",
+        description="Axes that are averaged (point_v2), or that decide (pair_v2).",
     )
     frames: int | None = pydantic.Field(
         None,
@@ -162,8 +166,8 @@ class Settings(SourceSettings, JudgeSettings):
     weights: tuple[float, float] = pydantic.Field(
         (1.0, 1.0),
         description=(
-            "flex: of the overall winner and of the categories; edit_quality, edit_instruction: of"
-            " the two scores."
+            "Two weights: of the overall winner and of the categories (flex), or of the two scores"
+            " (edit_quality, edit_instruction)."
         ),
     )
 
@@ -214,7 +218,8 @@ class UnifiedReward(Sourced, PairJudge):
     def asked(
         self, shown: list[Tensor], prompts: list[str], context: MediaContext | None
     ) -> list[Scores | NoReply]:
-        """One question a sample: the source if the variant wants it, the pictures, the text."""
+        """Ask one question about each sample: the source if the variant wants it, the pictures, the
+        text."""
         before = [self.sources(shown[0], context)] if self.variant.source else []
         count, ends = self.settings.frames or self.variant.frames, self.variant.ends
         questions = []
@@ -232,11 +237,11 @@ class UnifiedReward(Sourced, PairJudge):
 
     def adapted(self, image: Image.Image) -> Image.Image:
         side = self.variant.stretch
-        # by PIL's default filter, bicubic, as the reference does
+        # PIL's default filter is bicubic, as in the reference
         return image if side is None else image.resize((side, side))
 
 
-# --- how replies read
+# --- readers of replies
 
 
 def _semantic(reply: str, settings: Settings) -> Scores:
@@ -270,7 +275,7 @@ def _pair_axes(reply: str, settings: Settings) -> Scores:
 def _flex(reply: str, settings: Settings) -> Scores:
     """(w_o overall + w_d mean category) / (w_o + w_d).
 
-    Without a readable category, the overall winner alone.
+    If no category can be read, it is the overall winner alone.
     """
     found = replies.flex(reply)
     categories = [p for name, p in found.items() if name != "overall" and p is not None]
@@ -283,7 +288,7 @@ def _flex(reply: str, settings: Settings) -> Scores:
 
 
 def _one(read: Callable[[str], float]) -> Read:
-    """A parser of one number."""
+    """Make a parser of one number."""
     return lambda reply, settings: {"score": read(reply)}
 
 

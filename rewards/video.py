@@ -1,6 +1,6 @@
 """Any image reward as a video reward: frames are scored as pictures, and the scores become one.
 
-After the video rewards of Flow-Factory (mean over frames) and the judges' frame sampling
+It follows the video rewards of Flow-Factory (mean over frames) and the judges' frame sampling
 (Pref-GRPO, VideoAlign: a count, or 2 a second, evenly spread with the first and the last). A mean
 hides one broken frame; `min` and `softmin` do not.
 """
@@ -24,7 +24,8 @@ Pool = Literal["mean", "min", "softmin", "max", "first", "last"]
 
 class Settings(Base):
     reward: Any = pydantic.Field(
-        None, description="Name of the image reward; in Python also a loaded one, or a function."
+        None,
+        description="Name of the image reward; Python may also give a loaded one, or a function.",
     )
     reward_settings: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="Settings of the image reward."
@@ -33,24 +34,27 @@ class Settings(Base):
         8,
         ge=1,
         description=(
-            "How many frames, evenly spread, the first and the last among them; 1: the first."
+            "How many frames are scored, evenly spread, with the first and the last; 1: the first."
         ),
     )
     fps: float | None = pydantic.Field(
         None,
         gt=0,
-        description="Score so many frames of each second instead of a count; needs video_fps.",
+        description="Frames of each second that are scored, instead of a count; needs video_fps.",
     )
     video_fps: float | None = pydantic.Field(
-        None, gt=0, description="Frames a second that the videos are played at."
+        None, gt=0, description="Frames a second at which the videos are played."
     )
     pool: Pool = pydantic.Field(
-        "mean", description="What of the frames' scores counts; softmin leans on the worst ones."
+        "mean", description="How the frames' scores become one; softmin leans on the worst ones."
     )
     temperature: float = pydantic.Field(
         0.1,
         gt=0,
-        description="Of softmin, in units of the image reward: towards 0 min, large mean.",
+        description=(
+            "Temperature of softmin, in units of the image reward: near 0 it is the minimum, when"
+            " large the mean."
+        ),
     )
 
     @pydantic.model_validator(mode="after")
@@ -66,7 +70,7 @@ class Settings(Base):
 class Video(Around):
     """An image reward over some frames of a video, on the image reward's own scale.
 
-    Of an image, that reward itself.
+    For an image, it is that reward itself.
     """
 
     Settings = Settings
@@ -122,7 +126,7 @@ class Video(Around):
     def _pictures(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> tuple[Tensor, list[str], MediaContext | None]:
-        """(B, F, 3, H, W) -> the chosen frames (B * n, 3, H, W), with their prompts and columns.
+        """Take the chosen frames of (B, F, 3, H, W) -> (B * n, 3, H, W), their prompts and columns.
 
         Frames of a sample are next to each other.
         """
@@ -132,7 +136,8 @@ class Video(Around):
         return media[:, places].flatten(0, 1), [prompts[row] for row in rows], columns
 
     def _pooled(self, values: Tensor, size: int) -> Tensor:
-        """(B * n,) -> (B,) fp32; NaN where the score of a frame is NaN or inf: a failure."""
+        """Pool scores (B * n,) -> (B,) fp32; NaN where the score of a frame is NaN or inf: a
+        failure."""
         values = values.float().view(size, -1)
         values = values.masked_fill(~values.isfinite(), torch.nan)
         match self.settings.pool:
@@ -142,14 +147,14 @@ class Video(Around):
                 return values.amax(1)
             case "softmin":
                 return softmin(values, self.settings.temperature)
-            case _:  # mean; of first and last, which have chosen one frame, that frame's score
+            case _:  # mean; for first and last, which choose one frame, it is that frame's score
                 return values.mean(1)
 
 
 def softmin(values: Tensor, temperature: float) -> Tensor:
     """Mean of each row weighted by softmax(-value / temperature): (B, n) -> (B,).
 
-    Between the lowest value and the mean.
+    It lies between the lowest value and the mean.
     """
     return ((-values / temperature).softmax(1) * values).sum(1)
 

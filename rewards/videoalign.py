@@ -1,6 +1,6 @@
 """VideoAlign's VideoReward (arXiv:2501.13918), Qwen2-VL-2B with LoRA.
 
-Visual quality, motion quality and text alignment of a video. Reference:
+It rates visual quality, motion quality and text alignment of a video. Reference:
 github.com/KwaiVGI/VideoAlign, `inference.py`, `trainer.py`, `vision_process.py`, `utils.py`. Frames
 sampled at 2 a second pass the network with a rubric that holds three tokens, one an aspect; a
 linear head without bias gives a number at each, which is z-scored with constants from the
@@ -31,7 +31,7 @@ from flowrl.rewards.core.weights import fill, path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
-# of weights, without language head and LoRA, whose rank the checkpoint states
+# hub name -> number of weights, without language head and LoRA, whose rank the checkpoint states
 NUMBERS = {"Qwen/Qwen2-VL-2B-Instruct": 2_208_985_600}
 DIMS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{dim}_reward|>" for dim in DIMS)
@@ -126,7 +126,7 @@ class VideoAlign(Reward):
         return dict(zip(DIMS, self._aspects(media, prompts).unbind(1), strict=True))
 
     def _aspects(self, media: Tensor, prompts: list[str]) -> Tensor:
-        """(B, 3) fp32: VQ, MQ, TA, z-scored unless the settings say otherwise."""
+        """VQ, MQ and TA of each video, (B, 3) fp32, z-scored unless the settings say otherwise."""
         refuse_gradient(self, media)
         s = self.settings
         frames = media[:, sampled(media.shape[1], s.clip_fps, self.fps)]
@@ -134,7 +134,7 @@ class VideoAlign(Reward):
         return (in_chunks(self._raw, frames, prompts, chunk=s.chunk) - mean) / std
 
     def _raw(self, videos: Tensor, prompts: list[str]) -> Tensor:
-        """(n, 3): what the head gives at the three tokens."""
+        """Outputs of the head at the three tokens, (n, 3)."""
         by: Literal["bytes", "float"] = "bytes" if self.settings.rounding else "float"
         fitted = [[vlm.fitted(video, low=LOW, high=self.max_pixels, by=by)] for video in videos]
         texts = [self.rubric.format(text_prompt=prompt) for prompt in prompts]
@@ -147,7 +147,7 @@ class VideoAlign(Reward):
 def sampled(count: int, clip_fps: float, fps: float) -> list[int]:
     """Which of `count` frames the network sees: evenly spread with both ends.
 
-    An even number of them, at least 4 where there are 4, as `smart_nframes` of the reference
+    Their number is even, and at least 4 where there are 4, as in `smart_nframes` of the reference
     (qwen-vl-utils), whose largest number is 768.
     """
     if count < 2:
@@ -185,7 +185,7 @@ def _load_vlm(
 ) -> vlm.Vlm:
     """The network with its LoRA beside the base weights.
 
-    Not merged: bf16 would round a small difference away.
+    The LoRA is not merged: bf16 would round a small difference away.
     """
     own = vlm.backbone_state(state)
     plain = {
@@ -203,7 +203,9 @@ def _load_vlm(
 
 
 def _add_lora(backbone: nn.Module, targets: list[str], lora: Mapping[str, Any]) -> None:
-    """lora: `peft_lora_config` of the checkpoint, which states rank and scale."""
+    """Add LoRA layers to the backbone. lora: `peft_lora_config` of the checkpoint, which states
+    rank
+    and scale."""
     from peft import LoraConfig, inject_adapter_in_model
 
     rank = lora.get("lora_r", 64)
@@ -227,7 +229,7 @@ def _load_head(state: Mapping[str, Tensor], path: Path) -> nn.Module:
 
 
 def _z_scores(config: Mapping[str, Any]) -> Tensor:
-    """(2, 3): mean and deviation of each aspect, the checkpoint's or else the published ones."""
+    """Mean and deviation of each aspect, (2, 3): the checkpoint's or else the published ones."""
     constants = Z_SCORE | (config.get("inference_config") or {})
     return torch.tensor(
         [[constants[f"{dim}_{which}"] for dim in DIMS] for which in ("mean", "std")]

@@ -1,7 +1,8 @@
 """Expected grade of a vision-language model, over 5 (Edit-R1, arXiv:2510.16888).
 
-The mean of the digits 0 to 5 under the probabilities of its first token: dense, and without
-parsing. Reference: PKU-YuanGroup/Edit-R1 4217f25, reward_server. Departures: the reference reads
+It is the mean of the digits 0 to 5 under the probabilities of the model's first token, which is
+dense and needs no parsing. Reference: PKU-YuanGroup/Edit-R1 4217f25, reward_server. Departures: the
+reference reads
 all six logits inside vLLM; a server reports the 20 likeliest tokens only, so a digit beyond them
 counts as 0, and without any digit among them the sample is NaN (in the reference 0). Pictures are
 sent as PNG (in the reference as JPEG of quality 75).
@@ -42,8 +43,8 @@ class Settings(SourceSettings, JudgeSettings):
     question: str | None = pydantic.Field(
         None,
         description=(
-            "What is asked: {prompt}, and {requirement} for what a prompt's meta says under that"
-            " key; null: a plain question."
+            "Question with {prompt}, and with {requirement} for the value of that key in a"
+            " prompt's meta; null: a plain question."
         ),
     )
     top: int = pydantic.Field(5, ge=1, le=9, description="The best grade; the worst is 0.")
@@ -55,7 +56,7 @@ class Settings(SourceSettings, JudgeSettings):
     )
     frames: int = pydantic.Field(8, ge=1, description="Frames of a video that are shown.")
     max_tokens: int = pydantic.Field(
-        1, ge=1, description="Longest reply, in tokens; only the first counts."
+        1, ge=1, description="Most tokens of a reply; only the first counts."
     )
 
 

@@ -1,6 +1,6 @@
 """P(Yes) of a vision-language model about a picture.
 
-The probability of "Yes" against "No" at the first token of its reply. Reference: Flow-Factory
+It is the probability of "Yes" against "No" at the first token of the reply. Reference: Flow-Factory
 a0b2bc5, rewards/vllm_evaluate.py (question="Is it a beautiful image?", instruction="" is its
 default, which does not read the caption). Departures: a reply without either word among its likely
 first tokens is NaN (in the reference 0); a video is shown as evenly spaced frames in one question
@@ -30,11 +30,16 @@ class Settings(JudgeSettings):
     )
     question: str = pydantic.Field(
         'Does this image show "{prompt}"?',
-        description="What is asked, {prompt} where the caption goes.",
+        description="Question that is asked, with {prompt} where the caption goes.",
     )
-    instruction: str = pydantic.Field("Answer Yes or No.", description="Added to every question.")
+    instruction: str = pydantic.Field(
+        "Answer Yes or No.", description="Text that is added to every question."
+    )
     variants: bool = pydantic.Field(
-        False, description="Count yes, YES and the like too; false: exactly the tokens Yes and No."
+        False,
+        description=(
+            "Count yes, YES and other spellings, too; false: exactly the tokens Yes and No."
+        ),
     )
     least: float = pydantic.Field(
         0.01,
@@ -44,7 +49,7 @@ class Settings(JudgeSettings):
     )
     frames: int = pydantic.Field(8, ge=1, description="Frames of a video that are shown.")
     max_tokens: int = pydantic.Field(
-        1, ge=1, description="Longest reply, in tokens; only the first counts."
+        1, ge=1, description="Most tokens of a reply; only the first counts."
     )
 
 
@@ -68,9 +73,10 @@ class VlmYesNo(JudgeReward):
 
     @torch.no_grad()
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
-        """A question about each of (n, 3, H, W) or (n, F, 3, H, W), fp32 in [0, 1] -> (n,) fp32.
+        """Ask a question about each of (n, 3, H, W) or (n, F, 3, H, W), fp32 in [0, 1] -> (n,)
+        fp32.
 
-        P(yes) in [0, 1], NaN where it failed.
+        The answer is P(yes) in [0, 1], NaN where asking failed.
         """
         return self.scores(self._asked(media, questions), media)
 

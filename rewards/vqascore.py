@@ -1,6 +1,6 @@
 """VQAScore (arXiv:2404.01291): does the picture show the prompt?
 
-The probability that a model answers "Yes" to that question. Reference:
+It is the probability that a model answers "Yes" to that question. Reference:
 github.com/linzhiqiu/t2v_metrics. Two variants, whose values are not comparable:
 
 `clip-flant5` (the paper's, `clip_t5_model.py` of the releases before 3.0): FlanT5 reads 576
@@ -58,7 +58,7 @@ QUESTIONS = {
     "qwen": 'Does this image show "{}"?',
 }
 WEIGHTS = {"clip-flant5": "zhiqiulin/clip-flant5-xxl", "qwen": "Qwen/Qwen2.5-VL-7B-Instruct"}
-NUMBERS = {  # of weights; of clip-flant5 with the projector and CLIP's tower
+NUMBERS = {  # hub name -> number of weights; for clip-flant5 with the projector and CLIP's tower
     "clip-flant5": {
         "zhiqiulin/clip-flant5-xxl": 11_459_819_520,
         "zhiqiulin/clip-flant5-xl": 3_159_560_192,
@@ -68,8 +68,8 @@ NUMBERS = {  # of weights; of clip-flant5 with the projector and CLIP's tower
         "Qwen/Qwen2-VL-7B-Instruct": 8_291_375_616,
     },
 }
-LIMIT = 2048  # tokens that the reference keeps of a question
-OTHERS = {  # settings that a model never reads
+LIMIT = 2048  # most tokens of a question, as in the reference
+OTHERS = {  # model -> settings that it never reads
     "clip-flant5": {"max_pixels"},
     "qwen": {"tokenizer", "tower", "mask_unknown"},
 }
@@ -77,7 +77,7 @@ OTHERS = {  # settings that a model never reads
 
 class Settings(vlm.Settings):
     model: Literal["clip-flant5", "qwen"] = pydantic.Field(
-        "clip-flant5", description="The paper's model, or a Qwen-VL chat model."
+        "clip-flant5", description="Kind of network: the paper's model, or a Qwen-VL chat model."
     )
     weights: str | None = pydantic.Field(
         None,
@@ -101,12 +101,15 @@ class Settings(vlm.Settings):
         ),
     )
     question: str | None = pydantic.Field(
-        None, description="What is asked, {} for the prompt; null: the model's own question."
+        None,
+        description=(
+            "Question that is asked, with {} for the prompt; null: the model's own question."
+        ),
     )
     answer: str = pydantic.Field(
         "Yes",
         min_length=1,
-        description="The answer whose probability is the score; qwen: one token.",
+        description="Answer whose probability is the score; for qwen it must be one token.",
     )
     max_pixels: int = pydantic.Field(
         16384 * 28 * 28,
@@ -125,7 +128,7 @@ class Settings(vlm.Settings):
 class VQAScore(Reward):
     """Probability of the answer "Yes" to whether the picture shows the prompt, 0 to 1.
 
-    Of a video, the mean over frames.
+    A video gets the mean over its frames.
     """
 
     Settings = Settings
@@ -176,7 +179,7 @@ class VQAScore(Reward):
             warn_cut("vqascore", lengths, LIMIT, known=known)
 
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
-        """A question about each of (n, 3, H, W) -> (n,) fp32, how likely the answer is yes.
+        """Ask a question about each of (n, 3, H, W) -> (n,) fp32, how likely the answer is yes.
 
         `checklist` asks its questions here.
         """
@@ -185,7 +188,7 @@ class VQAScore(Reward):
 
 
 def _check_settings(s: Settings) -> None:
-    """Settings that the chosen model would not honour -> ValueError."""
+    """Raise ValueError for settings that the chosen model would not honour."""
     if foreign := sorted(OTHERS[s.model] & s.model_fields_set):
         raise ValueError(
             f"vqascore with model={s.model} does not read {', '.join(foreign)}; leave out what"
@@ -265,7 +268,7 @@ class ClipT5(nn.Module):
         logits = self.t5(
             inputs_embeds=embeddings, attention_mask=mask, labels=labels.repeat(len(frames), 1)
         ).logits
-        # as in the reference, without the tokens that pad T5's vocabulary
+        # the tokens that pad T5's vocabulary are left out, as in the reference
         return likelihood(logits[..., : len(self.tokenizer)], labels)
 
     def _states(self, frames: Tensor) -> Tensor:
@@ -296,7 +299,7 @@ class ClipT5(nn.Module):
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """config.json of CLIP-FlanT5; of another network -> ValueError."""
+    """Read config.json of CLIP-FlanT5; that of another network -> ValueError."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     kind, projector = config.get("model_type"), config.get("mm_projector_type", "mlp2x_gelu")
@@ -315,7 +318,8 @@ def _t5_and_projector(
     """The tensors of a checkpoint under T5's names, and under those of the projector."""
     prefix, foreign = "mm_projector.", ("mm_projector.", "vision_tower.", "embed_tokens.")
     t5 = {key: value for key, value in state.items() if not key.startswith(foreign)}
-    for stack in ("encoder", "decoder"):  # tied to shared.weight, which some files hold alone
+    # both are tied to shared.weight, and some files hold only that
+    for stack in ("encoder", "decoder"):
         t5.setdefault(f"{stack}.embed_tokens.weight", t5.get("shared.weight", torch.empty(0)))
     projector = {
         key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
@@ -370,7 +374,8 @@ class Qwen(nn.Module):
         batch = self.processor(
             text=chats, images=pictures, padding=True, return_tensors="pt", size=self.size
         ).to(frames.device)
-        last = batch["attention_mask"].sum(1) - 1  # where the reply begins
+        # last token of the chat, whose logits give the first word of the reply
+        last = batch["attention_mask"].sum(1) - 1
         places, row = last.unique(return_inverse=True)
         logits = self.network(**batch, use_cache=False, logits_to_keep=places).logits
         return logits[torch.arange(len(frames)), row].float().softmax(-1)[:, self.answer]

@@ -84,7 +84,8 @@ You may reply {turns} times in all. When you are sure, answer:
 class Settings(JudgeSettings):
     model: str = pydantic.Field("vr-thinker", description="The model's name on that server.")
     mode: Literal["pointwise", "pairwise"] = pydantic.Field(
-        "pairwise", description="Grade one video, or say which of two is better."
+        "pairwise",
+        description="Whether the judge grades one video, or says which of two is better.",
     )
     template: str | None = pydantic.Field(
         None,
@@ -99,23 +100,27 @@ class Settings(JudgeSettings):
     workspace: int = pydantic.Field(
         48, ge=1, description="Frames of each video that can be asked for, evenly spaced."
     )
-    most: int = pydantic.Field(8, ge=1, description="Frames that one reply may ask for.")
+    most: int = pydantic.Field(8, ge=1, description="Most frames that one reply may ask for.")
     images: int = pydantic.Field(
         24, ge=2, description="Most pictures in one request to the server."
     )
     when_full: Literal["drop", "refuse"] = pydantic.Field(
-        "drop", description="Leave out the oldest pictures, or serve no more."
+        "drop",
+        description=(
+            "What happens when a request is full: the oldest pictures are left out, or no more are"
+            " served."
+        ),
     )
     turns: int = pydantic.Field(6, ge=1, description="Most replies in one dialogue.")
-    max_tokens: int = pydantic.Field(2048, ge=1, description="Longest reply, in tokens.")
+    max_tokens: int = pydantic.Field(2048, ge=1, description="Most tokens of a reply.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A reply that was not final, and what the judge was shown next."""
+    """A reply that was not final, and the frames that the judge saw next."""
 
     reply: str  # the judge's text
-    message: str  # what it was answered
+    message: str  # answer to that text
     frames: list[int]  # places of the frames that were shown with that answer
 
 
@@ -173,7 +178,8 @@ class VrThinker(PairJudge):
     def asked(
         self, videos: list[Tensor], prompts: list[str], context: MediaContext | None
     ) -> list[Scores | NoReply]:
-        """One dialogue a sample, side by side. videos: one or two of (n, F, 3, H, W)."""
+        """Hold one dialogue about each sample, side by side. videos: one or two of (n, F, 3, H,
+        W)."""
         s = self.settings
         # frames are numbered from 1: those of the first video, then those of the second
         places = [spaced(video.shape[1], s.workspace) for video in videos]
@@ -190,7 +196,7 @@ class VrThinker(PairJudge):
         return self.judge.run(jobs)
 
     def _instructions(self, prompt: str, *, first: int, total: int) -> str:
-        """The template with its numbers filled in; first: frames of Video 1."""
+        """The template with its numbers filled in; first: number of frames of Video 1."""
         s = self.settings
         numbers = {
             "initial": min(s.initial, first),
@@ -206,7 +212,7 @@ class VrThinker(PairJudge):
         return filled(words, prompt)
 
     def _dialogue(self, frames: Tensor, words: str, opening: list[int], ask: Ask) -> Scores:
-        """Reply by reply until an answer; none within `turns` -> UnreadableReply.
+        """Ask reply by reply until there is an answer; none within `turns` -> UnreadableReply.
 
         frames: (N, 3, H, W), numbered from 1.
         """
@@ -228,7 +234,7 @@ class VrThinker(PairJudge):
         )
 
     def _outcome(self, reply: str, total: int, in_use: int) -> Scores | Round:
-        """The scores of a final reply, else what to say to it."""
+        """The scores of a final reply, or the answer to one that is not final."""
         try:
             scores = final_answer(reply, self.grades)
             if scores is not None:
@@ -242,7 +248,7 @@ class VrThinker(PairJudge):
         return Round(reply=reply, message=message, frames=asked)
 
     def _served(self, asked: list[int], total: int, in_use: int) -> str:
-        """What to say to a request for frames; one that is not served -> _NotServed.
+        """The answer to a request for frames; one that is not served -> _NotServed.
 
         total: number of frames. in_use: pictures that the dialogue holds already.
         """
@@ -268,7 +274,7 @@ class VrThinker(PairJudge):
         rounds: list[Round],
         show: Callable[[int], dict[str, Any]],
     ) -> list[Message]:
-        """The dialogue so far, with the newest pictures that fit; the opening frames always."""
+        """The dialogue so far, with the opening frames and the newest pictures that fit."""
         messages = [user(*map(show, opening), text(words))]
         room = self.settings.images - len(opening)
         for place, past in enumerate(rounds):
@@ -292,7 +298,8 @@ class _NotServed(Exception):
 
 def _preference(answer: str) -> Scores:
     """ "TA = 1, ..., OA = 2" -> P(first is better) for each; "score" is the overall one."""
-    found = labelled_scores(answer, LABELS, 0, math.inf)  # "1/2" is a choice, and no scale
+    # no limit, because "1/2" is a choice and no scale
+    found = labelled_scores(answer, LABELS, 0, math.inf)
     needed(found, ["OA"], answer)
     if odd := [label for label, value in found.items() if value not in (0, 1, 2)]:
         raise UnreadableReply(f"{odd[0]} = {found[odd[0]]:g} is neither 0, 1 nor 2")

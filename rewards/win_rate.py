@@ -40,8 +40,8 @@ class Settings(Base):
     judge: Any = pydantic.Field(
         None,
         description=(
-            "Name of the reward that prefers, by pairs if it can compare, else by its scores; in"
-            " Python also an object."
+            "Name of the reward that prefers, by pairs if it can compare, else by its scores;"
+            " Python may also give an object."
         ),
     )
     judge_settings: dict[str, Any] = pydantic.Field(
@@ -56,21 +56,27 @@ class Settings(Base):
         0.0,
         ge=0,
         description=(
-            "Pointwise judge: sigmoid(difference / temperature) instead of 1 or 0; 0 decides hard."
+            "Temperature of sigmoid(difference / temperature), by which a pointwise judge prefers;"
+            " 0: it gives 1 or 0."
         ),
     )
     swap: bool = pydantic.Field(
         False,
         description=(
-            "Ask a judge that compares in both orders and average: twice the cost, no position"
-            " bias."
+            "Ask a judge that compares in both orders and average, which costs twice as much and"
+            " removes position bias."
         ),
     )
     opponents: int | None = pydantic.Field(
-        None, ge=1, description="Compare each sample with about so many others; null: with all."
+        None, ge=1, description="About how many others each sample is compared with; null: all."
     )
     decimals: int | None = pydantic.Field(
-        None, ge=1, description="Round to so many decimals, as Pref-GRPO's code does to 3."
+        None,
+        ge=1,
+        description=(
+            "Number of decimals to which rates are rounded; Pref-GRPO's code uses 3. null: they"
+            " stay exact."
+        ),
     )
     chunk: int = pydantic.Field(
         32, ge=1, description="Most pairs in one call of a judge that compares."
@@ -80,7 +86,7 @@ class Settings(Base):
 class WinRate(Around):
     """Mean win probability over the other members of the group, in [0, 1].
 
-    0.5 is the mean of every group.
+    The mean of every group is 0.5.
     """
 
     Settings = Settings

@@ -150,11 +150,11 @@ DOUBT = rf"\b{DOUBTS}\b"  # a doubt before the verdict, in its sentence
 NEGATIONS = ("not", "no", "never", "nor", "neither", "nobody", "none", "cannot", "hardly")
 REFUSALS = ("false", "wrong", "untrue", "incorrect", "disagree", "deny")
 GUESSES = ("might", "may", "maybe", "perhaps", "possibly", "could")
-# before the verdict, in its clause
+# words before the verdict, in its clause, that deny it
 DENIAL = rf"\b{either(*NEGATIONS, *REFUSALS, *GUESSES)}\b|n't\b"
 
 JUDGED = either("true", "false", "correct", "wrong", "untrue", "incorrect", "clear", "certain")
-# after the verdict
+# words after the verdict that take it back
 TAKEN_BACK = "|".join(
     (
         rf"\b{either('if', 'unless', 'provided')}\b",

@@ -6,9 +6,9 @@ two different ones where the format has one place, or one that counts things ("2
 missing"), is a miss; so is a verdict that is doubted or denied ("I am not sure that Image 1 is
 better"). A miss is never a value.
 
-Forgiven: thoughts before the answer (<think>), Markdown emphasis and fences, quotes and names as in
-JSON, boxes of LaTeX, full-width characters, "4/5" on a scale that ends at 5, trailing commas in
-JSON, and reasons behind a score ("4 because 2 of 3 objects are there").
+These are read all the same: thoughts before the answer (<think>), Markdown emphasis and fences,
+quotes and names as in JSON, boxes of LaTeX, full-width characters, "4/5" on a scale that ends at 5,
+trailing commas in JSON, and reasons behind a score ("4 because 2 of 3 objects are there").
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ T = TypeVar("T")
 
 
 class UnreadableReply(ValueError):
-    """A reply that does not hold what was asked for; the message says what is missing."""
+    """A reply does not hold the value that was asked for; the message says what is missing."""
 
 
 # --- text
 
 
 def answer_part(text: str) -> str:
-    """What follows the thoughts of a reply; a thought that never ends leaves nothing."""
+    """The text after the thoughts of a reply; a thought that never ends leaves nothing."""
     text = re.split(r"</think>", text, flags=re.I)[-1]
     return re.split(r"<think>", text, maxsplit=1, flags=re.I)[0]
 
@@ -74,7 +74,7 @@ def shown(text: str, length: int = 80) -> str:
 
 
 def agreed(values: Iterable[T], what: str, text: str) -> T:
-    """The value that all agree on; none, or two different ones -> Unreadable."""
+    """The value on which all agree; no value, or two different ones -> Unreadable."""
     distinct = list(dict.fromkeys(values))
     if not distinct:
         raise UnreadableReply(f"no {what} in the reply {shown(text)}")
@@ -95,7 +95,8 @@ def number(match: re.Match[str], group: int, low: float, high: float, what: str)
 
 
 def scaled(match: re.Match[str], group: int, high: float, what: str) -> float:
-    """As `number`, wherever the value lies; a scale that its sentence names must end at high."""
+    """Read a value as `number` does, without limits; a scale named in its sentence must end at
+    high."""
     value, text = float(match[group]), match.string
     after = text[match.end(group) if match[group + 1] is None else match.end(group + 1) :]
     rest = re.split(r"[.;!](?=\s|$)|\n|[:=]\s*[-+\[(]?\d", after, maxsplit=1)[0]
@@ -182,8 +183,9 @@ def _is_number(value: Any) -> bool:
 def _stated(text: str) -> float:
     """P(first is better), 1, 0 or 0.5, of a verdict in words.
 
-    As "Image 2 is better than Image 1", "... equally good", or a bare "Image 1". One that its
-    sentence doubts or denies -> Unreadable.
+    Verdicts are "Image 2 is better than Image 1", "... equally good", or a bare "Image 1". A
+    verdict
+    that its sentence doubts or denies -> Unreadable.
     """
     body = plain(text).replace("’", "'").strip()
     found = []
@@ -208,7 +210,7 @@ def _is_unsure(verdict: re.Match[str]) -> bool:
 
 
 def answers(text: str) -> list[str]:
-    """What stands in <answer> or <final answer> tags after the thoughts.
+    """Texts in <answer> or <final answer> tags after the thoughts.
 
     The last of them may lack its end.
     """
@@ -218,19 +220,20 @@ def answers(text: str) -> list[str]:
 
 
 def tagged_verdict(text: str) -> float:
-    """P(first is better), 1, 0 or 0.5, of what stands in the answer tags (UnifiedReward-Think)."""
+    """P(first is better), 1, 0 or 0.5, of the text in the answer tags (UnifiedReward-Think)."""
     return agreed([_stated(answer) for answer in answers(text)], "<answer>", text)
 
 
 def verdict(text: str) -> float:
-    """As `tagged_verdict`; without answer tags, of the whole reply (UnifiedReward 1.0, -Edit)."""
+    """Read a verdict as `tagged_verdict` does; without answer tags, read the whole reply
+    (UnifiedReward 1.0, -Edit)."""
     return tagged_verdict(text) if answers(text) else _stated(answer_part(text))
 
 
 def pair_scores(text: str, names: Iterable[str], tolerance: float = 0.02) -> dict[str, float]:
     """P(first is better) along each named axis; lower-case keys.
 
-    Of "<Name> Score: Image 1: x, Image 2: 1 - x" (UnifiedReward 2.0).
+    It reads "<Name> Score: Image 1: x, Image 2: 1 - x" (UnifiedReward 2.0).
     """
     body, out = plain(answer_part(text)), {}
     for name in names:
@@ -312,9 +315,9 @@ ASPECTS = {
 def aspects(text: str, *, cut: bool = False) -> dict[str, float]:
     """Scores of a critique's numbered aspects, clamped to [1, 4] as the reference does.
 
-    Those that are N/A or not named are left out, and everything from the summary on is ignored. An
-    aspect that is named and has neither score nor N/A, or a score on another scale, none with a
-    score, or a reply that was cut before its summary -> Unreadable.
+    Aspects that are N/A or not named are left out, and everything from the summary on is ignored.
+    Unreadable is raised for an aspect that is named and has neither score nor N/A, for a score on
+    another scale, if no aspect has a score, and for a reply that was cut before its summary.
     """
     summary = r"#\s*Summary\s*:|^\s*Summary\s*:"
     body, *rest = re.split(summary, plain(answer_part(text)), maxsplit=1, flags=re.I | re.M)
@@ -359,7 +362,7 @@ def _aspect_score(block: str, title: str) -> float | None:
 
 
 def _score_in(line: str, title: str) -> float | None:
-    """What a line says after "Score:"; None: N/A, NaN: nothing that is a score."""
+    """The score of a line after "Score:"; None: N/A, NaN: the line has no score."""
     if re.match(r"N\s*/\s*A\b", line, re.I):
         return None
     match = re.match(NUMBER, line, re.I)
@@ -378,14 +381,16 @@ def refined_request(text: str) -> str | None:
 
 # --- token probabilities
 
-TOKEN_MARKS = " \n\t▁ĠĊ"  # how tokenizers write a space or a new line before a word
+# characters with which tokenizers write a space or a new line before a word
+TOKEN_MARKS = " \n\t▁ĠĊ"
 
 
 def digit_mean(first: Mapping[str, float], top: int, least: float = 0.0) -> float:
     """Expected digit under the log-probabilities of the first token (Edit-R1) -> [0, top].
 
-    Renormalised over the digits 0 to top; one that is not in `first` has probability 0. first:
-    token -> log-probability. least: smallest probability that the digits together must have.
+    Probabilities are renormalised over the digits 0 to top; a digit that is not in `first` has
+    probability 0. first: token -> log-probability. least: smallest probability that the digits
+    together must have.
     """
     mass = _masses(first, map(str, range(top + 1)), lambda token: token.strip(TOKEN_MARKS))
     total = _enough(mass, first, f"digit from 0 to {top}", least)
@@ -395,7 +400,8 @@ def digit_mean(first: Mapping[str, float], top: int, least: float = 0.0) -> floa
 def yes_share(first: Mapping[str, float], *, variants: bool = False, least: float = 0.0) -> float:
     """P(Yes) / (P(Yes) + P(No)) at the first token.
 
-    variants: any case, and with a space before it (Flow-Factory's canonicalize).
+    variants: also count the words in any case, and with a space before them (Flow-Factory's
+    canonicalize).
     """
 
     def spelled(token: str) -> str:
@@ -414,7 +420,7 @@ def _masses(
     A log-probability above 0 -> Unreadable.
     """
     for token, logprob in first.items():
-        if logprob > 0.01:  # more than rounding
+        if logprob > 0.01:  # 0.01 is more than rounding can give
             raise UnreadableReply(
                 f"the server gives the token {token!r} the log-probability {logprob:.3g}, which is"
                 " above 0"
@@ -429,7 +435,7 @@ def _masses(
 def _enough(
     mass: Mapping[str, float], first: Mapping[str, float], what: str, least: float
 ) -> float:
-    """The probability of all words together; none, or less than `least` -> Unreadable."""
+    """The probability of all words together; 0, or less than `least` -> Unreadable."""
     total = sum(mass.values())
     if not first:
         raise UnreadableReply(
@@ -451,8 +457,8 @@ def _enough(
 def frame_request(text: str) -> list[int] | None:
     """Frame numbers that a reply asks for; None: it does not ask for any.
 
-    As {"name": "select_frames", "arguments": {"target_frames": [3, 7]}}, {"frames": [3, 7]} or
-    <frames>3, 7</frames>. A request that cannot be read -> Unreadable.
+    A request is {"name": "select_frames", "arguments": {"target_frames": [3, 7]}}, {"frames": [3,
+    7]} or <frames>3, 7</frames>. One that cannot be read -> Unreadable.
     """
     after = answer_part(text)
     if tag := re.search(r"<frames>(.*?)(?:</frames>|\Z)", after, re.I | re.S):
@@ -482,9 +488,9 @@ def _whole_numbers(values: Iterable[Any]) -> list[int]:
 
 
 def final_answer(text: str, read: Callable[[str], T]) -> T | None:
-    r"""What `read` makes of the answer tags; None: the reply is not final.
+    r"""The value that `read` makes of the answer tags; None: the reply is not final.
 
-    Without tags, of \boxed{...} where the reply does not call a tool.
+    A reply without tags that does not call a tool is read at its \boxed{...}.
     """
     said = answers(text)
     if not said and not re.search(r"<tool_call>", text, re.I):

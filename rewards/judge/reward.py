@@ -1,4 +1,4 @@
-"""What rewards that ask a judge have in common: scores, frames of a video, prompt texts."""
+"""Base classes of rewards that ask a judge: scores, frames of a video, prompt texts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import UnreadableReply
 from flowrl.types import MediaContext
 
-# where a prompt text takes the caption: {prompt}, or {} as in some references
+# places of the caption in a prompt text: {prompt}, or {} as in some references
 PLACE = re.compile(r"\{(?:prompt|request|instruction)?\}")
 Scores = dict[str, float]
 
@@ -32,13 +32,13 @@ Scores = dict[str, float]
 class JudgeReward(Reward):
     """Scores that a judge states; a sample without a readable reply is NaN.
 
-    A subclass says in `ask` what the judge is asked and how replies are read. fields: what its
-    requests hold besides the question. problem: the first failure of the last call.
+    A subclass says in `ask` what the judge is asked and how replies are read. fields: fields of its
+    requests besides the question. problem: the first failure of the last call.
     """
 
     Settings = client.Settings
     reads_prompt = True
-    networks = False  # the judge is served
+    networks = False  # the judge's network is on a server
     fields: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, settings: Any = None):
@@ -48,7 +48,7 @@ class JudgeReward(Reward):
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> list[Scores | NoReply]:
-        """For each sample its scores, "score" among them, or why there are none."""
+        """The scores of each sample, "score" among them, or why there are none."""
         raise NotImplementedError
 
     def __call__(
@@ -78,7 +78,7 @@ class JudgeReward(Reward):
     def pictures(self, media: Tensor, count: int = 1, *, ends: bool = True) -> list[dict[str, Any]]:
         """An image (3, H, W), or frames of a video (F, 3, H, W), as parts of a message.
 
-        count, ends: how many frames of a video, and which, as of `spaced`.
+        count, ends: how many frames of a video, and which, as for `spaced`.
         """
         frames = media[None] if media.ndim == 3 else media[spaced(len(media), count, ends=ends)]
         return [picture(self.adapted(image), self.settings.side) for image in to_pil(frames)]
@@ -92,13 +92,14 @@ class WritingJudge(JudgeReward):
     """A judge that writes its verdict; a subclass says in `read` how its texts are read."""
 
     def read(self, reply: Reply) -> Scores | None:
-        """Scores that a reply states; None: it is not final. UnreadableReply: it states none."""
+        """Scores that a reply states; None: the reply is not final. UnreadableReply: it states no
+        score."""
         raise NotImplementedError
 
     def read_reply(self, reply: str) -> float:
-        """The score, or of pairs the preference, that a reply of this text gives.
+        """The score that a reply of this text gives; for a judge of pairs, the preference.
 
-        NaN where it gives none.
+        NaN if the reply gives none.
         """
         try:
             found = self.read(Reply(text=reply, tokens=None))
@@ -110,13 +111,15 @@ class WritingJudge(JudgeReward):
 class PairJudge(WritingJudge):
     """A judge that scores samples, or says which of two is better: `compare`, for win_rate.
 
-    A subclass says in `asked` what it is asked. alone: why it scores no sample alone, as loaded.
+    A subclass says in `asked` what the judge is asked. alone: why it scores no sample alone, as
+    loaded.
     """
 
     alone: str | None = None
 
     def only_compares(self, setting: str, remedy: str) -> None:
-        """A subclass calls this where its settings ask about two at a time."""
+        """Declare that this judge only compares; a subclass calls it where its settings ask about
+        two at a time."""
         self.alone = (
             f"{self.name} with {setting} says which of two is better and scores none alone; make it"
             f" the judge of win_rate, or {remedy}"
@@ -128,7 +131,7 @@ class PairJudge(WritingJudge):
     ) -> list[Any]:
         """The scores of each sample, or why there are none (NoReply).
 
-        shown: what is judged, one or two of (n, 3, H, W) or (n, F, 3, H, W).
+        shown: the media that are judged, one or two of (n, 3, H, W) or (n, F, 3, H, W).
         """
         raise NotImplementedError
 
@@ -148,7 +151,7 @@ class PairJudge(WritingJudge):
     ) -> Tensor:
         """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better.
 
-        1, 0.5, 0 or between; NaN where it failed.
+        It is 1, 0.5, 0 or between; NaN where comparing failed.
         """
         with torch.no_grad():
             return self.scores(self.asked([media_a, media_b], prompts, context), media_a)
@@ -165,7 +168,7 @@ def column(found: Sequence[Scores | NoReply], name: str, media: Tensor) -> Tenso
 def spaced(total: int, count: int, *, ends: bool = True) -> list[int]:
     """Places of `count` of `total` frames, all if there are fewer.
 
-    ends: from the first to the last; otherwise every total/count-th from the first.
+    ends: frames from the first to the last; otherwise every total/count-th from the first.
     """
     if total <= count:
         return list(range(total))
@@ -186,7 +189,7 @@ def filled(template: str, prompt: str) -> str:
 def interleaved(
     template: str, prompt: str, pictures: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The parts of a text with a picture at every <image>; one in the prompt itself stays text."""
+    """The parts of a text with a picture at every <image>; an <image> in the prompt stays text."""
     pieces = template.split("<image>")
     parts = [text(filled(pieces[0], prompt))]
     for shown, piece in zip(pictures, pieces[1:], strict=True):
@@ -206,8 +209,8 @@ def read_template(
 ) -> str:
     """A judge's prompt text from a user's file.
 
-    sha256: prefixes of the texts it may be; (): any text will do. places: it must say where the
-    caption goes. images: how many <image> marks it must have.
+    sha256: beginnings of the digests that are allowed; (): any text. places: whether the text must
+    have a place for the caption. images: how many <image> marks it must have.
     """
     found = _first_that_fits(path, sha256 or ("",), reward=reward, setting=setting, origin=origin)
     name = f"reward.{reward}.{setting}={path}"

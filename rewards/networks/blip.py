@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 # Width of an attention head in both published picture towers: 768 = 12 x 64, 1024 = 16 x 64.
 HEAD = 64
-# What the text tower takes of BLIP's med_config.json.
+# Keys of BLIP's med_config.json that the text tower reads.
 TEXT = (
     "vocab_size",
     "hidden_size",
@@ -50,14 +50,14 @@ class Blip(nn.Module):
     """Picture tower and the text encoder that attends to its tokens."""
 
     def __init__(self, state: Mapping[str, Tensor], med_config: Mapping[str, Any]):
-        """state: the checkpoint in BLIP's names, for the picture tower's sizes. med_config: BLIP's
-        med_config.json, for the text tower's."""
+        """state: the checkpoint in BLIP's names, which gives the picture tower's sizes. med_config:
+        BLIP's med_config.json, which gives the text tower's."""
         super().__init__()
         from transformers import BlipTextConfig, BlipVisionModel
         from transformers.models.blip.modeling_blip_text import BlipTextModel
 
         config = _vision_config(state)
-        self.side = config.image_size  # pixels of a picture: 224
+        self.side = config.image_size  # pixels a side of a picture: 224
         self.vision = BlipVisionModel(config)
         # is_decoder builds the cross attention; every token still sees all others in `forward`
         text = BlipTextConfig(

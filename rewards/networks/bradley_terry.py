@@ -31,14 +31,20 @@ EMBEDDED = shapes_clip.FOLDER.parent / "preference"
 
 
 class HeadConfig(Settings):
-    """What a head's config.json holds."""
+    """The settings of a head's config.json."""
 
     aspects: list[str] = pydantic.Field(
         min_length=1, description="Names of the scores, in the order of the head's outputs."
     )
-    model: str = pydantic.Field("shapes", description='As clip.model; "shapes": the embedded CLIP.')
+    model: str = pydantic.Field(
+        "shapes", description='The CLIP, given as clip.model is; "shapes": the embedded CLIP.'
+    )
     pretrained: str | None = pydantic.Field(
-        None, description="As clip.pretrained; null where the model has its own weights."
+        None,
+        description=(
+            "Weights of the CLIP, given as clip.pretrained is; null where the model has its own"
+            " weights."
+        ),
     )
     width: int = pydantic.Field(ge=1, description="Length of the model's embeddings.")
     features: list[Literal["image", "product", "text"]] = pydantic.Field(
@@ -60,7 +66,7 @@ class HeadConfig(Settings):
 class ScoreHead(nn.Module):
     """Embeddings of pictures and their prompts -> scores, in log-odds.
 
-    Those of a linear head are relative to the average training picture.
+    Scores of a linear head are relative to the average training picture.
     """
 
     mean: Tensor
@@ -76,7 +82,7 @@ class ScoreHead(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(config.hidden or dim, outputs, bias=False))
 
     def inputs(self, image: Tensor, text: Tensor) -> Tensor:
-        """What the head reads: image and text (n, width), of length 1 each -> (n, dim)."""
+        """Inputs of the head: image and text (n, width), of length 1 each -> (n, dim)."""
         parts = {"image": image, "product": image * text, "text": text}
         return torch.cat([parts[name] for name in self.features], -1)
 
@@ -93,7 +99,7 @@ class Backbone(Clip):
     def __init__(
         self, model: str, pretrained: str | None = None, *, rounding: bool = True, chunk: int = 64
     ):
-        """model: as clip.model, or "shapes" for the embedded CLIP."""
+        """model: a CLIP as for clip.model, or "shapes" for the embedded CLIP."""
         name = _source(model)
         if pretrained is None and ":" not in name and "/" not in name:
             raise ValueError(
@@ -108,7 +114,7 @@ class Backbone(Clip):
 
 
 def backbone_bytes(model: str) -> float | None:
-    """Bytes of a Backbone on a device, told without its weights; None: not known."""
+    """Bytes of a Backbone on a device, computed without its weights; None: not known."""
     return bytes_of(_source(model))
 
 
@@ -117,7 +123,7 @@ def _source(model: str) -> str:
 
 
 def loss(difference: Tensor, preference: Tensor) -> Tensor:
-    """-p log sigmoid(d) - (1 - p) log sigmoid(-d), mean over what is not NaN -> ().
+    """-p log sigmoid(d) - (1 - p) log sigmoid(-d), mean over values that are not NaN -> ().
 
     difference d: score(a) - score(b); preference p: 1 where a was preferred, 0 where b was, 0.5 a
     tie, NaN where nobody was asked.
@@ -168,7 +174,8 @@ def save_head(head: ScoreHead, config: HeadConfig, folder: str | Path) -> None:
 
 
 def load_head(folder: Path) -> tuple[ScoreHead, HeadConfig]:
-    """What `save_head` wrote; ValueError that names the file and its fault where it is not that."""
+    """Load a folder that `save_head` wrote; raise ValueError with the file and its fault
+    otherwise."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(

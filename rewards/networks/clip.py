@@ -1,5 +1,5 @@
-"""What the rewards of CLIP's family share: a picture and a text tower behind one interface, and
-heads that are affine maps.
+"""Parts that the rewards of CLIP's family share: a picture and a text tower behind one interface,
+and heads that are affine maps.
 
 A picture's embedding does not depend on its batch mates, nor does a prompt's: prompts are always
 padded to the full context.
@@ -27,7 +27,7 @@ logger = logging.getLogger("flowrl")
 class OpenClip(nn.Module):
     """The towers of an open_clip model.
 
-    side: pixels that it takes, (height, width); limit: tokens.
+    side: pixels of a picture that it takes, (height, width); limit: most tokens of a prompt.
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any):
@@ -99,15 +99,15 @@ def _embedding(out: Any) -> Tensor:
 
 
 class TwoTowers(Reward):
-    """A function of the cosine between picture and prompt; of a video, the mean over its frames.
+    """A function of the cosine between picture and prompt; for a video, the mean over its frames.
 
     Subclasses set `towers`.
     """
 
     reads_prompt = True
     towers: OpenClip | HubClip
-    prefix: str = ""  # put before every prompt
-    remedy: str = "rounding=False"  # the settings that let the gradient through
+    prefix: str = ""  # text that is put before every prompt
+    remedy: str = "rounding=False"  # settings that let the gradient through
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -159,9 +159,9 @@ def linears(width: int, places: Sequence[int]) -> nn.Sequential:
 
 
 def affine(head: nn.Module, width: int) -> nn.Linear:
-    """A head of linear layers as the one affine map that it is: (n, width) -> (n, 1), frozen.
+    """Collapse a head of linear layers into one affine map, in fp64: (n, width) -> (n, 1).
 
-    It is collapsed in fp64.
+    The map is frozen.
     """
     head = head.double()
     with torch.no_grad():
@@ -174,8 +174,8 @@ def affine(head: nn.Module, width: int) -> nn.Linear:
 
 
 def probe(head: nn.Linear) -> list[float]:
-    """What a head gives for three fixed unit vectors: all components equal, the same with signs
-    that alternate from +, the first axis."""
+    """Outputs of a head for three fixed unit vectors: all components equal, the same with signs
+    that alternate from +, and the first axis."""
     width = head.in_features
     level = torch.full((width,), width**-0.5)
     alternating = level * (1 - 2 * (torch.arange(width) % 2))

@@ -14,7 +14,7 @@ from typing import Any
 from flowrl.data.geneval import CLASSES, COLORS, RELATIONS
 from flowrl.runtime.registry import did_you_mean
 
-SHRINK = 0.1  # of both sizes, taken off the offset of two centres
+SHRINK = 0.1  # share of both sizes by which the offset of two centres is shrunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class DetectedObject:
 
     box: tuple[float, float, float, float]  # left, top, right, bottom in px
     score: float  # confidence in [0, 1]
-    color: str | None = None  # its colour's name; None: nobody asked for it
+    color: str | None = None  # name of its colour; None: no clause asks for the colour
 
 
-# class -> its objects, the most confident first
+# class -> detected objects of it, the most confident first
 Detections = Mapping[str, Sequence[DetectedObject]]
 Clauses = Sequence[Mapping[str, Any]]
 
@@ -103,8 +103,8 @@ def strict(found: Detections, include: Clauses) -> bool:
 
 
 def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool:
-    """The benchmark's verdict: at least as many objects as asked for, the most confident of them
-    judged; fewer than each exclude clause says."""
+    """The benchmark's verdict: at least as many objects as asked for, of which the most confident
+    are judged; and fewer objects than each exclude clause says."""
     matched: list[Sequence[DetectedObject] | None] = []
     for clause in include:
         n = clause["count"]
@@ -134,13 +134,12 @@ def relations(a: DetectedObject, b: DetectedObject) -> set[str]:
     if abs(sx) < 1e-3 and abs(sy) < 1e-3:
         return set()
     length = (dx * dx + dy * dy) ** 0.5
-    holds = {"left of": -sx, "right of": sx, "above": -sy, "below": sy}  # y points down
+    holds = {"left of": -sx, "right of": sx, "above": -sy, "below": sy}  # y grows downwards
     return {relation for relation in RELATIONS if holds[relation] / length > 0.5}
 
 
 def complaint(meta: Mapping[str, Any]) -> str | None:
-    """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be
-    judged."""
+    """The fault of a prompt's clauses, as the end of a sentence; None if they can be judged."""
     include, exclude = meta.get("include"), meta.get("exclude", [])
     if not isinstance(include, list) or not include:
         return (
@@ -157,7 +156,7 @@ def complaint(meta: Mapping[str, Any]) -> str | None:
 
 
 def _flaw(clause: Any, number: int) -> str | None:
-    """What is wrong with the clause at place `number` of its prompt; None: nothing."""
+    """The fault of the clause at place `number` of its prompt; None: it has none."""
     if not isinstance(clause, Mapping) or not isinstance(clause.get("class"), str):
         return f'has the clause {clause!r}, which should be like {{"class": "dog", "count": 1}}'
     count = clause.get("count")

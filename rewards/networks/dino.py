@@ -1,4 +1,4 @@
-"""DINOv2 (arXiv:2304.07193): what a picture shows, in a vector that no text has shaped.
+"""DINOv2 (arXiv:2304.07193): a vector for what a picture shows, which no text has shaped.
 
 Pictures are prepared as for the published evaluations, and as the processor of transformers does:
 shortest side to 256 (bicubic), the middle 224 x 224, ImageNet's mean and deviation. The vector is

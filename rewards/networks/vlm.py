@@ -1,7 +1,7 @@
 """Shared parts of rewards that read a vision-language model without generating text.
 
 A reward of this kind takes the hidden state at a special token of the prompt and puts a small head
-on it. What follows was checked against MizzenAI/HPSv3, TIGER-AI-Lab/EditReward and
+on it. This file was checked against MizzenAI/HPSv3, TIGER-AI-Lab/EditReward and
 KwaiVGI/VideoAlign, whose forward functions agree on three points that are easily missed:
 
 * The language model gets plain positions 0, 1, 2, ... on all three rotary axes, never Qwen2-VL's
@@ -36,14 +36,14 @@ from flowrl.rewards.core.settings import PictureSettings
 from flowrl.rewards.core.weights import fill, from_folder_or_hub, tensors
 
 PIXELS = 256 * 28 * 28  # 200,704, the area of a 448 x 448 picture
-TOKEN = "<|Reward|>"  # where HPSv3 and EditReward read the score
-SUFFIX = (  # what both put after their rubric
+TOKEN = "<|Reward|>"  # token at which HPSv3 and EditReward read the score
+SUFFIX = (  # text that both put after their rubric
     f"\nPlease provide the overall ratings of this image: {TOKEN}\n\nEND\n"
 )
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-Tuned = Annotated[  # setting `base` of a reward that is such a network, tuned
+Tuned = Annotated[  # setting `base` of a reward whose network is such a model, tuned
     str,
     pydantic.Field(
         description="Configuration, tokenizer and chat template of the tuned model; no weights."
@@ -53,7 +53,7 @@ Tuned = Annotated[  # setting `base` of a reward that is such a network, tuned
 
 class Settings(PictureSettings):
     dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field(
-        "bfloat16", description="Type of the network; the head is fp32."
+        "bfloat16", description="Type of the network's numbers; the head is fp32."
     )
     chunk: int = pydantic.Field(8, ge=1, description="Most samples in one forward.")
 
@@ -104,8 +104,9 @@ def patches(
 ) -> tuple[Tensor, Tensor]:
     """Patches of one picture or video (T, 3, h, w), normalised, as Qwen2-VL orders them.
 
-    -> rows (t * y * x, 3 * temporal * patch^2), and (t, y, x). The last frame is repeated until T
-    divides by `temporal`; rows of one merge x merge block are neighbours.
+    The result is rows (t * y * x, 3 * temporal * patch^2), and (t, y, x). The last frame is
+    repeated
+    until T is divisible by `temporal`; rows of one merge x merge block are neighbours.
     """
     if missing := -len(frames) % temporal:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
@@ -121,8 +122,8 @@ def patches(
 class Vlm(nn.Module):
     """A Qwen2-VL or Qwen2.5-VL network without its language head, read at special tokens.
 
-    backbone: transformers' Qwen2VLModel or Qwen2_5_VLModel. processor: its AutoProcessor, special
-    tokens added. tokens: those to read.
+    backbone: transformers' Qwen2VLModel or Qwen2_5_VLModel. processor: its AutoProcessor with the
+    special tokens. tokens: the special tokens that are read.
     """
 
     def __init__(self, backbone: Any, processor: Any, tokens: Sequence[str]):
@@ -201,7 +202,8 @@ class Vlm(nn.Module):
         )
 
     def _tokens(self, texts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-        """ids, mask (B, L), padded on the right, and places of the special tokens (B, K)."""
+        """Token ids and mask (B, L), padded on the right, and places of the special tokens (B,
+        K)."""
         tokenizer = self.processor.tokenizer
         batch = tokenizer(texts, padding=True, return_tensors="pt")
         special = torch.tensor(tokenizer.convert_tokens_to_ids(list(self.tokens)))
@@ -247,7 +249,8 @@ def load_vlm(
     processor = processor_of(base, reward=reward, tokens=tokens)
     table = state.get("language_model.embed_tokens.weight")
     if table is not None:
-        # The checkpoint's number: the references cut Qwen's padded table to the tokenizer's length.
+        # The size is the checkpoint's: the references cut Qwen's padded table to the tokenizer's
+        # length.
         config.text_config.vocab_size = len(table)
         last = max(processor.tokenizer.convert_tokens_to_ids(list(tokens)))
         if last >= len(table):
@@ -261,7 +264,8 @@ def load_vlm(
 
 
 def _backbone_class(kind: str, given: str) -> Any:
-    """The network without its language head, by transformers' model_type; ValueError for others."""
+    """Class of the network without its language head, by transformers' model_type; ValueError for
+    other types."""
     from transformers import Qwen2_5_VLModel, Qwen2VLModel
 
     kinds = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel}
@@ -304,7 +308,7 @@ def backbone_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def ranknet(state: Mapping[str, Tensor], prefix: str, *, path: object) -> nn.Sequential:
     """The head under `prefix` of a checkpoint, fp32: hidden -> 1024 -> 16 -> (mu, log sigma).
 
-    ReLU between them; sizes as found there.
+    ReLU stands between the layers; their sizes are those of the checkpoint.
     """
     named = {key: value for key, value in state.items() if key.startswith(prefix)}
     own = {key.removeprefix(prefix): value.float() for key, value in named.items()}

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
-FROM_ENV = "env:"  # before the name of an environment variable that holds an address
-SHORTEST = 16  # characters of a token
+FROM_ENV = "env:"  # beginning of a setting that names an environment variable with an address
+SHORTEST = 16  # fewest characters of a token
 HOST_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 
 
@@ -18,15 +18,15 @@ HOST_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 class Location:
     """Where a server is."""
 
-    shown: str  # the address without secrets
+    shown: str  # address without secrets
     login: tuple[str, str] | None = field(repr=False)  # user and password
-    query: str = field(repr=False)  # what follows "?", which may hold a key
+    query: str = field(repr=False)  # text after "?", which may hold a key
 
 
 def address(value: str, example: str) -> str:
     """An http(s) address without a slash at its end, or env:NAME; anything else -> ValueError.
 
-    Settings are written to files, so one that holds a password or a query is refused: the
+    Settings are written to files, so an address with a password or a query is refused: the
     environment variable NAME may hold the whole address.
     """
     found = located(value, example)
@@ -39,7 +39,7 @@ def address(value: str, example: str) -> str:
 
 
 def located(value: str, example: str) -> Location:
-    """Where an address leads, or the one that an environment variable holds."""
+    """Split an address, or the one that an environment variable holds, into a Location."""
     variable = value.removeprefix(FROM_ENV)
     if variable != value:
         value = os.environ.get(variable, "").strip()
@@ -78,8 +78,8 @@ def fits_a_header(secret: str) -> bool:
 
 
 def token_of(variable: str) -> str:
-    """The token in an environment variable; none, a short one, or one that no header can hold ->
-    ValueError."""
+    """The token in an environment variable; no token, a short one, or one that no header can hold
+    -> ValueError."""
     token = os.environ.get(variable, "")
     what = None
     if not token:

@@ -13,7 +13,7 @@ from flowrl.runtime.install import install_line
 
 
 class Server:
-    """Rewards at an address. Everything a user can get wrong is a ValueError before it answers.
+    """Rewards at an address. Every mistake of a user is a ValueError before the server answers.
 
     `run` serves until SIGINT or SIGTERM; as a context manager it serves from a thread.
     """
@@ -30,10 +30,11 @@ class Server:
         max_connections: int = 1000,
         device: str | None = None,
     ):
-        """rewards: what load_set takes. port: 0 for any free one. device: None: a GPU if any.
+        """rewards: as load_set takes them. port: 0 takes any free one. device: None takes a GPU if
+        there is one.
 
-        max_mb: of a request, as JSON or unpacked. max_batch: most samples scored at once.
-        max_connections: most that are open at once.
+        max_mb: most megabytes of a request, as JSON or unpacked. max_batch: most samples scored at
+        once. max_connections: most connections that are open at once.
         """
         uvicorn, create_app, protocol = _server_packages()
         token = _token(host, token_env)
@@ -47,7 +48,7 @@ class Server:
                 app,
                 http=protocol(max_connections),
                 ws="none",
-                loop="asyncio",  # of which connections.py knows how much it reads at once
+                loop="asyncio",  # connections.py knows how much this loop reads at once
                 log_level="error",  # anyone could fill a log of warnings
                 access_log=False,
                 timeout_keep_alive=75,
@@ -55,7 +56,7 @@ class Server:
         )
 
     def describe(self) -> str:
-        """What is served, and how a run uses it."""
+        """Say which rewards are served, and how a run uses them."""
         about = self.service.about
         lines = [
             f"{label} (weight {served.weight:g}): {served.scale}"

@@ -1,8 +1,10 @@
 """Open connections of a server: how many there may be, and how long each may take.
 
-uvicorn has a limit on idle connections only. Here a request's head has a time too, and so has a
-client that does not read its answer; bodies are the matter of room.py. Where there are too many
-connections, the one goes that has been silent longest of those whose turn it is to speak.
+uvicorn limits the time of idle connections only. Here a request's head has a time limit, too, and
+so
+has a client that does not read its answer; room.py limits bodies. Where there are too many
+connections, those whose turn it is to speak are compared, and the one that has been silent longest
+is closed.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD = 20.0  # seconds for the head of a request, or to read an answer
 REST = 80.0  # seconds between an answer and the next request; uvicorn closes sooner
-PIECE = 2**16  # bytes that are read at once, and wait in memory while a request waits
+PIECE = 2**16  # most bytes that are read at once, and that stay in memory while a request waits
 SWEEP = 1.0  # seconds between two looks at all connections
-FILES = 64  # descriptors that are left for everything else
+FILES = 64  # file descriptors that are left for everything else
 
 
 class Door:
-    """The open connections of a server. most: of them."""
+    """The open connections of a server. most: largest number of them."""
 
     def __init__(self, most: int):
         self.most = max(1, min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - FILES))
@@ -35,7 +37,8 @@ class Door:
     def enter(self, connection: Connection) -> None:
         self.open[connection] = None
         if len(self.open) > self.most:
-            speakers = [one for one in self.open if one.speaks]  # the newcomer among them
+            # the newest connection is one of them
+            speakers = [one for one in self.open if one.speaks]
             min(speakers, key=lambda one: one.heard).close()
         if not self.sweeping:
             self.sweeping = True
@@ -45,7 +48,7 @@ class Door:
         self.open.pop(connection, None)
 
     def sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close what is overdue, and come back while any connection is open."""
+        """Close overdue connections, and come back while any connection is open."""
         now = loop.time()
         for connection in [one for one in self.open if min(one.due, one.stuck) < now]:
             connection.close()
@@ -55,8 +58,8 @@ class Door:
 
 
 class Connection(H11Protocol):
-    """Loop times. due: of its end, if nothing happens. stuck: the same, while its client reads no
-    answer. heard: of its last byte."""
+    """One connection, with loop times. due: when it ends if nothing happens. stuck: the same, while
+    its client reads no answer. heard: when its last byte came."""
 
     def __init__(self, *args: Any, door: Door, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -81,7 +84,7 @@ class Connection(H11Protocol):
         self.door.enter(self)
 
     def close(self) -> None:
-        """Close at once, whatever was not sent."""
+        """Close at once, even if something was not sent."""
         self.door.leave(self)
         self.transport.abort()
 
@@ -91,7 +94,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = self.loop.time()
-        if self.rests:  # the next head begins; a byte now and then does not prolong it
+        if self.rests:  # the next head begins; later bytes do not prolong its time
             self.rests, self.due = False, self.heard + HEAD
         super().data_received(data)
         if self.busy:
@@ -101,7 +104,7 @@ class Connection(H11Protocol):
         self.rests = self.conn.their_state is not h11.SEND_BODY
         self.due = self.loop.time() + (REST if self.rests else HEAD)
         super().on_response_complete()
-        if self.busy:  # with a request that came before the answer
+        if self.busy:  # busy with a request that came before the answer was sent
             self.due = math.inf
 
     def pause_writing(self) -> None:
@@ -114,5 +117,5 @@ class Connection(H11Protocol):
 
 
 def protocol(most: int) -> Callable[..., Connection]:
-    """What uvicorn makes a connection with; most: of them at once."""
+    """The function with which uvicorn makes a connection; most: largest number open at once."""
     return partial(Connection, door=Door(most))

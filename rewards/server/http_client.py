@@ -1,4 +1,4 @@
-"""One server over HTTP, for judges and remote rewards: whole answers, and tries again.
+"""Client of one HTTP server, for judges and remote rewards: it reads whole answers and tries again.
 
 httpx limits the time of each read, so that a server that sends a byte now and then could take for
 ever; here the limit holds for the whole answer, and so does one of its size. While the server is
@@ -27,10 +27,12 @@ from flowrl.rewards.server.json_weight import values_of
 from flowrl.runtime.text import printable
 
 T = TypeVar("T")
-GLANCE = 0.1  # seconds: how often a request under way looks whether the call has ended
+GLANCE = 0.1  # seconds after which a request under way looks again whether the call has ended
 HEADERS = {"Accept-Encoding": "identity"}  # a compressed answer could unpack to any size
-BYTES_A_VALUE = 16  # of the largest answer: fewer would take many times its size when parsed
-KEPT_HEADERS = ("Content-Type", "Retry-After")  # of an answer
+# bytes of the largest answer for each value that it may hold: more values would take many times its
+# size when parsed
+BYTES_A_VALUE = 16
+KEPT_HEADERS = ("Content-Type", "Retry-After")  # headers of an answer that are kept
 
 
 class Again(Exception):
@@ -68,7 +70,7 @@ class Client:
                 "the address holds a user and a password, and a token is set too; only one of them"
                 " can be sent"
             )
-        if where.query:  # httpx names addresses with their queries in its log
+        if where.query:  # httpx logs addresses with their queries, which may hold a key
             logging.getLogger("httpx").setLevel(logging.WARNING)
         self.url, self.query = where.shown, where.query
         self.timeout, self.largest = timeout, largest
@@ -77,11 +79,11 @@ class Client:
             auth=where.login,
             headers=HEADERS if token is None else {**HEADERS, "Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(timeout, connect=min(timeout, connect)),
-            # no proxy of the environment leads to this machine's own ports
+            # proxies of the environment do not lead to this machine's own ports
             trust_env=not is_loopback(httpx.URL(self.url).host),
             verify=httpx.create_ssl_context(),
         )
-        self.idle: deque[httpx.Client] = deque()  # one of them is one connection
+        self.idle: deque[httpx.Client] = deque()  # each session is one connection
 
     def fetch(
         self,
@@ -107,7 +109,7 @@ class Client:
         try:
             answer = self._awaited(reply, deadline, over)
         except BaseException as error:
-            session.close()  # which ends the thread, whatever the server still sends
+            session.close()  # this ends the thread, whatever the server still sends
             if isinstance(error, httpx.LocalProtocolError):  # its words may hold a header
                 raise Again("LocalProtocolError") from None
             if isinstance(error, httpx.RequestError):
@@ -165,12 +167,12 @@ def persist(
     seconds: float = math.inf,
     failed: Callable[[Again], None] = lambda failure: None,
 ) -> T:
-    """Call `attempt` until it does not raise Again -> what it returns; the last Again is raised.
+    """Call `attempt` until it does not raise Again -> its result; the last Again is raised.
 
     over: when it is set, nothing more is tried or waited for, and Ended is raised. pauses: seconds
-    of the first and of the longest, doubled between; a server may ask for longer ones. tries: in
-    all. seconds: from the first failure on. failed: called after a failure that another try
-    follows.
+    of the first and of the longest pause, which double in between; a server may ask for longer
+    ones. tries: most tries in all. seconds: most seconds from the first failure on. failed: called
+    after a failure that another try follows.
     """
 
     def once() -> T:
@@ -212,7 +214,7 @@ def retry_after(response: httpx.Response) -> float:
 def _settle(future: Future[T], work: Callable[[], T]) -> None:
     try:
         future.set_result(work())
-    except Exception as error:  # belongs to who waits
+    except Exception as error:  # the waiting thread raises it
         future.set_exception(error)
 
 
@@ -223,12 +225,14 @@ def _failure(state: tenacity.RetryCallState) -> Again:
 def _pause(
     doubled: tenacity.wait_exponential, seconds: float, state: tenacity.RetryCallState
 ) -> float:
-    """Seconds before the next try: as the server asks if that is longer, within what is left."""
+    """Seconds before the next try: longer if the server asks for it, within the time that is
+    left."""
     left = seconds - state.seconds_since_start
     return min(max(doubled(state), _failure(state).after), left)
 
 
 def _count_from_the_first_failure(state: tenacity.RetryCallState) -> None:
-    """A try may take long itself: what counts is how long the server has been away."""
+    """Count from the first failure: a try may take long itself, and the time that counts is how
+    long the server has been away."""
     if state.attempt_number == 1:
         state.start_time = state.outcome_timestamp

@@ -1,7 +1,9 @@
 """Scores that were already paid for: a run that is resumed does not ask for them again.
 
-One JSON line a score, {"key": sha256 of what was scored, "score": number}, appended in one write
-per batch: what a killed process had received is there, and several processes may share the file.
+It has one JSON line for each score, {"key": sha256 of what was scored, "score": number}, appended
+in
+one write per batch: scores that a killed process had received are there, and several processes may
+share the file.
 Python writes a float so that it reads back as the same float. A line that was torn by a kill is
 skipped. Failed samples are not kept: they are tried again.
 """
@@ -24,15 +26,16 @@ from flowrl.runtime.store.side_files import FileModel
 class ScoreRow(FileModel):
     """A line of the journal."""
 
-    key: str  # sha256 of what was scored
-    score: float  # finite or not, as the reward gave it
+    key: str  # sha256 of all that the score depends on
+    score: float  # score as the reward gave it, finite or not
 
 
 class ScoreJournal:
     """Key -> score, on disk without limit, in memory the newest `keep`; safe in several threads."""
 
     def __init__(self, path: str | Path, *, keep: int = 200_000):
-        """path: made when the first score comes. A file of something else -> ValueError."""
+        """path: file that is made when the first score comes. A file of another kind ->
+        ValueError."""
         self.path, self.keep = Path(path), keep
         self.lock = threading.Lock()
         newest = list(lines.read(self.path, ScoreRow, newest=keep))
@@ -47,7 +50,7 @@ class ScoreJournal:
         return self.scores.get(key)
 
     def add(self, scores: Mapping[str, float]) -> None:
-        """Keep some more: on the disk when this returns."""
+        """Keep more scores; they are on the disk when this returns."""
         if not scores:
             return
         rows = [{"key": key, "score": score} for key, score in scores.items()]
@@ -59,10 +62,11 @@ class ScoreJournal:
 
 
 def keys(version: str, media: Tensor, prompts: list[str], columns: Mapping[str, Any]) -> list[str]:
-    """sha256 of what the score of each sample depends on -> B hex texts.
+    """sha256 of all that the score of each sample depends on -> B hex texts.
 
-    version: of the reward and its settings. media: (B, ...) on CPU. columns: those that the reward
-    needs (columns_of). With a column "group" a score depends on the whole group, in order.
+    version: version of the reward and its settings. media: (B, ...) on CPU. columns: columns that
+    the reward needs (columns_of). With a column "group" a score depends on the whole group, in
+    order.
     """
     own = [_own_key(version, media, prompts, columns, i) for i in range(len(prompts))]
     if "group" not in columns:

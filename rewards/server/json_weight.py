@@ -1,4 +1,4 @@
-"""What JSON takes in memory once it is parsed, from its bytes alone.
+"""The memory that JSON takes once it is parsed, estimated from its bytes alone.
 
 Fifteen megabytes of `{}` are half a gigabyte of Python objects, and one emoji makes a text of ASCII
 four times as long.
@@ -6,10 +6,10 @@ four times as long.
 
 from __future__ import annotations
 
-MARKS = (b",", b":", b"{", b"[")  # one of them goes with every value; base64 has none
-VALUE = 200  # bytes of a value, at most; 85 were measured
-ASCII = 2  # bytes of a byte of text, at most: the text, and a copy where escapes are replaced
-TEXT = 6  # the same where a letter may be outside Latin-1, which takes 4
+MARKS = (b",", b":", b"{", b"[")  # marks, one of which comes with every value; base64 has none
+VALUE = 200  # most bytes that a value takes; 85 were measured
+ASCII = 2  # most bytes for a byte of text: the text, and a copy in which escapes are replaced
+TEXT = 6  # most bytes for a byte of text with a letter outside Latin-1, which takes 4
 
 
 def weigh(body: bytes) -> int:
@@ -19,5 +19,5 @@ def weigh(body: bytes) -> int:
 
 
 def values_of(body: bytes | bytearray) -> int:
-    """At most so many values are in JSON; more, if marks stand in texts."""
+    """Most values that JSON can hold; the count is too high if marks stand in texts."""
     return sum(body.count(mark) for mark in MARKS)

@@ -24,7 +24,7 @@ class Place:
     client: Client  # sends requests to it
     asked: int = 0  # requests so far
     open: int = 0  # requests under way
-    until: float = 0.0  # time.monotonic() from which on it is asked again
+    until: float = 0.0  # time.monotonic() at which it is asked again
     away: bool = False  # whether the user was told that it does not answer
 
 
@@ -42,7 +42,7 @@ class Pool:
 
     @contextmanager
     def least_busy(self) -> Iterator[Place]:
-        """The server for a request, which is under way inside."""
+        """The server for a request, which counts as under way inside the context."""
         with self.lock:
             now = time.monotonic()
             place = min(self.places, key=lambda p: (max(p.until - now, 0.0), p.open, p.asked))
@@ -55,12 +55,13 @@ class Pool:
                 place.open -= 1
 
     def pass_over(self, place: Place, after: float = 0.0) -> None:
-        """Ask a server again after a while only, or `after` seconds where it wants longer."""
+        """Ask a server again after PAUSE seconds only, or after `after` seconds if it wants
+        longer."""
         with self.lock:
             place.until = time.monotonic() + max(after, PAUSE)
 
     def answered(self, place: Place) -> bool:
-        """Ask a server again -> whether it was told to be away."""
+        """Mark that a server answered -> whether the user was told that it is away."""
         with self.lock:
             first, place.away, place.until = place.away, False, 0.0
         return first

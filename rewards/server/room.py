@@ -1,4 +1,4 @@
-"""Memory that all requests of a server share: what they hold is counted as it comes.
+"""Memory that all requests of a server share: their bytes are counted as they come.
 
 A request that announces much and sends little holds little. When the room is full, requests wait in
 turn; one that keeps bytes and has stopped sending is the first that has to go. The first of all can
@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 PACE = 4096  # bytes of a body that count as a sign of life
-IDLE = 20.0  # seconds without one, after which a body is given up
-SILENT = 1.0  # seconds without one, after which it gives way to a request that needs room
+IDLE = 20.0  # seconds without a sign of life after which a body is given up
+# seconds without a sign of life after which a body gives way to a request that needs room
+SILENT = 1.0
 WAIT = 120.0  # seconds that a request waits for room
-GLANCE = 0.5  # seconds: how often one that waits looks whether others have fallen silent
+GLANCE = 0.5  # seconds after which a waiting request looks again whether others have fallen silent
 
 
 class Late(Exception):
@@ -35,7 +36,7 @@ class OpenRequest:
         self.fresh = 0  # bytes that came since `heard`
         self.heard = _now()  # loop time at which its client had sent PACE bytes more
         self.arriving = True  # whether its body still comes
-        self.waiting = self.leaving = False  # for room; because it has to give way
+        self.waiting = self.leaving = False  # whether it waits for room; whether it has to give way
 
     def listen(self) -> None:
         """Start the clock: the next piece of the body has to come in time."""
@@ -54,7 +55,7 @@ class OpenRequest:
         self.clock.reschedule(None)
 
     async def add(self, amount: int) -> None:
-        """Wait until there is room for so many bytes more."""
+        """Wait until there is room for `amount` more bytes."""
         if not self.room.fits(self, amount):
             await self._wait(amount)
         if self.leaving:
@@ -72,7 +73,7 @@ class OpenRequest:
         self.clock.reschedule(None)
 
     def hold(self, amount: int) -> None:
-        """Count so many bytes for this request from now on."""
+        """Count `amount` bytes for this request from now on."""
         less = amount < self.held
         self.room.held += amount - self.held
         self.held = amount
@@ -80,23 +81,23 @@ class OpenRequest:
             self.room.wake()
 
     def leave(self) -> None:
-        """Give way: what it waits for ends with Full."""
+        """Give way: its wait ends with Full."""
         self.leaving = True
         self.clock.reschedule(_now())
 
 
 class Room:
-    """The requests of a server, and how many bytes they keep together, at most `limit`; one that is
-    alone may keep more."""
+    """The requests of a server, and how many bytes they keep together, at most `limit`; a single
+    request may keep more."""
 
     def __init__(self, limit: float):
         self.limit, self.held = limit, 0
-        self.guests: dict[OpenRequest, None] = {}  # in the order they came
+        self.guests: dict[OpenRequest, None] = {}  # requests in the order in which they came
         self.waiters: list[asyncio.Future[None]] = []
 
     @asynccontextmanager
     async def guest(self) -> AsyncIterator[OpenRequest]:
-        """A request, from its body to its answer. Late and Full end it."""
+        """Admit a request, from its body to its answer; Late and Full end it."""
         async with asyncio.timeout(IDLE) as clock:
             guest = OpenRequest(self, clock)
             self.guests[guest] = None
@@ -111,13 +112,14 @@ class Room:
                 guest.hold(0)
 
     def fits(self, guest: OpenRequest, amount: int) -> bool:
-        """Whether there is room: bodies that still come fill half of it at most, but the first."""
+        """Whether there is room; bodies that still come, but for the first, may fill half of it."""
         half = guest.arriving and guest is not self._first()
         alone = self.held == guest.held
         return alone or self.held + amount <= self.limit * (0.5 if half else 1)
 
     def make_way(self, guest: OpenRequest) -> None:
-        """Let a silent guest leave; where all wait for each other, the last, for the first."""
+        """Let a silent guest leave; if all wait for each other, the last one leaves for the
+        first."""
         keepers = [one for one in self.guests if one is not guest and one.held]
         if any(one.leaving for one in keepers):
             return

@@ -91,7 +91,7 @@ async def score(request: Request, service: Served) -> wire.Answer:
     async with service.room.guest() as guest:
         job = await arrived(request, length, service, guest)
         future = asyncio.wrap_future(service.submit(job))
-        # after the body, all that can still come is that the client has gone
+        # after the body, the only further message says that the client has gone
         gone = asyncio.ensure_future(request.receive())
         await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()
@@ -102,7 +102,7 @@ async def score(request: Request, service: Served) -> wire.Answer:
 
 
 async def arrived(request: Request, length: int, service: Service, guest: OpenRequest) -> Job:
-    """The job that a request asks for. What it takes in memory is awaited before it is used."""
+    """The job that a request asks for; room for its memory is awaited before the memory is used."""
     run = partial(asyncio.get_running_loop().run_in_executor, service.readers)
     body = await body_of(request, length, guest)
     text, file = wire.split(body) if kind_of(request) == wire.WITH_TENSORS else (body, b"")
@@ -134,7 +134,8 @@ def length_of(request: Request) -> int:
         raise HTTPException(
             411, "send the length of the body, as Content-Length, and no Transfer-Encoding"
         )
-    return int(request.headers["content-length"])  # the HTTP layer refuses what is not a number
+    # the HTTP layer refuses a length that is not a number
+    return int(request.headers["content-length"])
 
 
 async def body_of(request: Request, length: int, guest: OpenRequest) -> bytes:
@@ -154,7 +155,7 @@ async def body_of(request: Request, length: int, guest: OpenRequest) -> bytes:
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:
-    """An exception as its status and its sentence."""
+    """Answer an exception with its status and its sentence."""
     status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     sentence = f"{type(error).__name__}: {error}" if status == 500 else str(error)
     return JSONResponse({"detail": sentence}, status)

@@ -1,9 +1,9 @@
-"""What a reward server does with its requests: it checks, unpacks, joins and scores them.
+"""The work of a reward server: it checks, unpacks, joins and scores requests.
 
 One thread scores, because rewards need not be safe in several. Requests that wait together, with
 media of one size and without a column "group", are scored as one batch of at most `max_batch`
 samples: batch mates do not change a score, but for the last bits of a network's sums, and
-max_batch=1 keeps every request to itself. What fails in one request fails there alone.
+max_batch=1 keeps every request to itself. A failure in one request stays in that request.
 
 This file imports neither diffusers nor transformers, so that an environment with other versions of
 them, or none, can serve.
@@ -32,7 +32,7 @@ from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
 
 JSON: pydantic.TypeAdapter[object] = pydantic.TypeAdapter(object)
-# of a request, or of one of its tensors; each that is unknown is an error of its own
+# most keys of a request, or of one of its tensors; each unknown key is an error of its own
 MOST_KEYS = 64
 
 
@@ -40,12 +40,12 @@ MOST_KEYS = 64
 class Job:
     """One request of B samples, unpacked."""
 
-    id: str  # the client's, which the answer repeats
-    reward: str | None  # None: the weighted total
+    id: str  # the client's id, which the answer repeats
+    reward: str | None  # label of the reward; None: the weighted total
     media: Tensor  # (B, 3, H, W) or (B, F, 3, H, W) fp32
-    prompts: list[str]  # B
-    context: MediaContext  # the columns that came
-    future: Future[wire.Answer] = field(default_factory=Future)  # its answer
+    prompts: list[str]  # B prompts
+    context: MediaContext  # columns that came with the request
+    future: Future[wire.Answer] = field(default_factory=Future)  # answer to the request
 
     @property
     def kind(self) -> tuple:
@@ -65,11 +65,11 @@ class Job:
 
 
 class Service:
-    """What the routes call: checks of size, and one thread that scores.
+    """The service that the routes call: checks of size, and one thread that scores.
 
-    max_mb: of a request, as it comes and unpacked. All requests together keep at most twice as
-    much: an eighth of max_mb for a batch that is joined from several, the rest for themselves
-    (`room`). max_batch: most samples scored at once.
+    max_mb: most megabytes of a request, as it comes and unpacked. All requests together keep at
+    most twice as much: an eighth of max_mb for a batch that is joined from several, the rest for
+    themselves (`room`). max_batch: most samples scored at once.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Service:
         self.limit = max_mb * 1e6
         self.joined = self.limit / 8  # most bytes of a batch of several requests
         self.room = Room(2 * self.limit - self.joined)
-        # few threads: each may need scratch memory, and the interpreter runs one at a time
+        # only 2 threads: each may need scratch memory, and the interpreter runs one at a time
         self.readers = ThreadPoolExecutor(2, thread_name_prefix="reading")
         self.scored = 0
         self.jobs: deque[Job] = deque()
@@ -116,7 +116,7 @@ class Service:
         return weight + len(file)
 
     def read(self, text: bytes, file: bytes, weight: int) -> wire.ScoreRequest:
-        """The request in a body, sizes checked, no picture unpacked yet."""
+        """Read the request in a body, with its sizes checked and no picture unpacked yet."""
         question = _question(text, file)
         if len(question.prompts) > wire.MAX_SAMPLES:
             raise wire.TooLarge(
@@ -128,7 +128,7 @@ class Service:
         return question
 
     def job(self, question: wire.ScoreRequest) -> Job:
-        """Unpack a request and check it against what the rewards take."""
+        """Unpack a request and check that the rewards can take it."""
         rewards, prompts = self._chosen(question.reward), question.prompts
         columns = _columns(question)
         given = {name: column for name, column in columns.items() if column is not None}
@@ -189,7 +189,7 @@ class Service:
             return
         try:
             answers = self._score(jobs)
-        except Exception as error:  # belongs to the requests, and the thread must live
+        except Exception as error:  # the requests get the error, and the thread must live
             if len(jobs) == 1:
                 jobs[0].future.set_exception(error)
                 return
@@ -223,7 +223,7 @@ class Service:
         prompts: list[str],
         context: MediaContext,
     ) -> list[str | None]:
-        """Why each sample failed, None where it did not: in its own words, scored alone."""
+        """Why each sample failed, None where it did not: each is scored alone for its own error."""
         errors: list[str | None] = [None] * len(prompts)
         raw = torch.stack(list(whole.raw.values()))
         failed = raw.isnan().any(0).nonzero().flatten().tolist()
@@ -234,7 +234,7 @@ class Service:
                 try:
                     alone = score(sample, prompts[i : i + 1], rewards, row)
                 except RewardUnavailable:
-                    # what the reward relies on is there if it answered for another sample
+                    # the reward's server is there if the reward answered for another sample
                     if len(failed) == len(prompts):
                         raise
             errors[i] = "; ".join(alone.errors) or "it failed once, and not when it was tried again"
@@ -282,7 +282,7 @@ def _plain(column: Tensor) -> list[float | None]:
 
 
 def _question(text: bytes, file: bytes) -> wire.ScoreRequest:
-    """The record of JSON and a safetensors file.
+    """Make the record of JSON and a safetensors file.
 
     The JSON is parsed first: a text is then held once, not for each record that it may belong to.
     """
@@ -300,7 +300,7 @@ def _question(text: bytes, file: bytes) -> wire.ScoreRequest:
         return wire.ScoreRequest.model_validate(found | tensors)
     except pydantic.ValidationError as error:
         said = _sentence(error)
-    raise ValueError(said)  # without the error, which holds all of the request
+    raise ValueError(said)  # raised without the pydantic error, which holds the whole request
 
 
 def _sentence(error: pydantic.ValidationError) -> str:

@@ -1,4 +1,4 @@
-"""What travels between a reward server and its clients: JSON, and tensors bit for bit.
+"""Messages between a reward server and its clients: JSON, and tensors bit for bit.
 
 GET /health is open to all; GET /version returns About; POST /score takes a ScoreRequest and returns
 an Answer. Nothing is ever unpickled.
@@ -33,11 +33,11 @@ from flowrl.types import MediaContext
 
 PROTOCOL = 2
 WITH_TENSORS = "application/octet-stream"  # Content-Type of JSON that tensors follow
-MAX_SAMPLES = 1024  # of one request
-# columns of a MediaContext that hold one tensor row a sample
+MAX_SAMPLES = 1024  # most samples of one request
+# columns of a MediaContext that hold one tensor row for each sample
 TENSORS = ("source", "actions", "reference")
-LENGTH = 8  # bytes of the JSON's length
-MOST_HEAD = 2**16  # bytes of the head of a safetensors file, which here has a few tensors
+LENGTH = 8  # bytes in which the JSON's length is written
+MOST_HEAD = 2**16  # most bytes of the head of a safetensors file, which here has a few tensors
 PNG_START = b"\x89PNG\r\n\x1a\n"
 PNG_HEAD = PNG_START + b"\x00\x00\x00\rIHDR"
 RGB_OF_BYTES = b"\x08\x02"  # bit depth 8, colour type 2
@@ -82,12 +82,12 @@ class Pngs(Record):
 
 
 class ScoreRequest(Record):
-    """What POST /score is asked. Media, prompts and columns have B rows."""
+    """A request to POST /score. Media, prompts and columns have B rows."""
 
     id: str = pydantic.Field("", max_length=100)
     prompts: list[str] = pydantic.Field(min_length=1, fail_fast=True)
     media: Pngs | Tensor
-    reward: str | None = None  # a label of those served; None: their weighted total
+    reward: str | None = None  # label of a served reward; None: the weighted total of all
     meta: Annotated[list[dict[str, Any]], pydantic.Field(fail_fast=True)] | None = None
     group: Annotated[list[Int64], pydantic.Field(fail_fast=True)] | None = None
     source: Pngs | Tensor | None = None
@@ -96,7 +96,7 @@ class ScoreRequest(Record):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that unpacking adds to what came: pictures, and media of uint8 as fp32."""
+        """Bytes that unpacking adds to the request: pictures, and media of uint8 as fp32."""
         floats = 4 * self.media.numel() if _is_bytes(self.media) else 0
         return floats + sum(pngs.nbytes for pngs in self._pngs())
 
@@ -111,19 +111,19 @@ class ScoreRequest(Record):
 
 
 class Answer(pydantic.BaseModel):
-    """What POST /score returns."""
+    """An answer of POST /score."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
-    id: str  # of the request
-    version: str  # as About.version
-    scores: list[float | None]  # B, None where a sample could not be scored
+    id: str  # id of the request
+    version: str  # version of the server's rewards, as About.version
+    scores: list[float | None]  # B scores, None where a sample could not be scored
     parts: dict[str, list[float | None]]  # label -> B scores of that reward
-    errors: list[str | None]  # B, why there is no score
+    errors: list[str | None]  # B sentences that say why there is no score; None: there is one
 
 
 class Served(pydantic.BaseModel):
-    """What a client must know of a reward; the fields are those of Reward."""
+    """Facts that a client must know about a reward; the fields are those of Reward."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -137,23 +137,23 @@ class Served(pydantic.BaseModel):
 
 
 class About(pydantic.BaseModel):
-    """What GET /version returns."""
+    """An answer of GET /version."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
-    protocol: int  # number of the protocol: PROTOCOL
+    protocol: int  # number of the protocol, PROTOCOL
     flowrl: str  # version of the package
     version: str  # a hash of the rewards, their settings and their code
-    rewards: dict[str, Served]  # by label
-    total: Served  # their weighted sum
-    max_mb: float = pydantic.Field(gt=0, le=1e6)  # of one request
-    max_samples: int = pydantic.Field(ge=1, le=1_000_000)  # of one request
+    rewards: dict[str, Served]  # label -> reward
+    total: Served  # weighted sum of the rewards
+    max_mb: float = pydantic.Field(gt=0, le=1e6)  # most megabytes of one request
+    max_samples: int = pydantic.Field(ge=1, le=1_000_000)  # most samples of one request
 
 
 def about(
     rewards: Mapping[str, Reward], weights: Mapping[str, float], *, flowrl: str, max_mb: float
 ) -> About:
-    """What a client must know of loaded rewards; flowrl: the version of this package."""
+    """Facts that a client must know about loaded rewards; flowrl: the version of this package."""
     served = {
         label: _served([reward], weights[label], reward.scale) for label, reward in rewards.items()
     }
@@ -210,9 +210,9 @@ def _source_hash(code: Callable[..., Any]) -> str:
 
 
 def as_bytes(media: Tensor, *, rounds: bool = False) -> Tensor:
-    """fp32 media in [0, 1], on CPU, as uint8 if nothing is lost by it.
+    """Turn fp32 media in [0, 1], on CPU, into uint8 if nothing is lost by it.
 
-    rounds: also if something is, because the reader rounds to bytes anyway.
+    rounds: do so even if something is lost, because the reader rounds to bytes anyway.
     """
     levels = to_uint8(media)
     restored = _as_floats(levels).view(torch.int32)
@@ -237,11 +237,11 @@ def split(body: bytes) -> tuple[bytes, bytes]:
 
 def tensors_of(file: bytes) -> dict[str, Tensor]:
     """Tensors of a safetensors file by name; anything else -> ValueError."""
-    if int.from_bytes(file[:8], "little") > MOST_HEAD:  # before the head is parsed
+    if int.from_bytes(file[:8], "little") > MOST_HEAD:  # checked before the head is parsed
         raise ValueError(f"the head of the safetensors file is longer than {MOST_HEAD:,} bytes")
     try:
         found = safetensors.torch.load(file)
-    # SafetensorError, and KeyError for types that torch does not have
+    # SafetensorError, or KeyError for types that torch does not have
     except Exception as error:
         raise ValueError(
             f"the tensors are no safetensors file: {printable(f'{type(error).__name__}: {error}')}"
@@ -284,7 +284,7 @@ def columns_of(context: MediaContext | None, needs: frozenset[str]) -> dict[str,
 
 
 def meta_text(meta: dict[str, Any]) -> str:
-    """One prompt's meta as JSON, keys in order; what JSON cannot hold -> ValueError."""
+    """One prompt's meta as JSON, keys in order; a value that JSON cannot hold -> ValueError."""
     try:
         return json.dumps(meta, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -294,7 +294,7 @@ def meta_text(meta: dict[str, Any]) -> str:
 
 
 def _png_size(text: str, number: int) -> tuple[int, int]:
-    """(width, height) from the head of a file, before anything is inflated."""
+    """Read (width, height) from the head of a file, before anything is inflated."""
     try:
         head = base64.b64decode(text[:36], validate=True)
     except (binascii.Error, ValueError):
@@ -324,7 +324,7 @@ def _pixels(text: str, number: int, size: tuple[int, int]) -> np.ndarray:
     try:
         file = _bare(binascii.a2b_base64(text, strict_mode=True))
         with open_image(file, formats=["PNG"]) as image:
-            if (image.size, image.mode) != (size, "RGB"):  # by a second head
+            if (image.size, image.mode) != (size, "RGB"):  # a second head in the file differs
                 raise ValueError(
                     f"its head says {size} RGB, its pixels are {image.size} {image.mode}"
                 )
@@ -335,11 +335,14 @@ def _pixels(text: str, number: int, size: tuple[int, int]) -> np.ndarray:
 
 
 def _bare(file: bytes) -> bytes:
-    """A PNG without what no pixel needs, as compressed texts, which could inflate to any size."""
+    """A PNG without chunks that no pixel needs, such as compressed texts, which could inflate to
+    any
+    size."""
     kept, at = [PNG_START], len(PNG_START)
     while at < len(file):
         end = at + 12 + int.from_bytes(file[at : at + 4])
-        if not file[at + 4 : at + 5].islower():  # of chunks that may be ignored
+        # a lower-case letter marks chunks that may be ignored
+        if not file[at + 4 : at + 5].islower():
             kept.append(file[at:end])
         at = end
     return b"".join(kept)
