@@ -30,7 +30,7 @@ from flowrl.rewards.networks.clip import affine, linears, warn_unpublished
 from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
-# What LAION's v2 head gives for the inputs of networks.clip.probe.
+# Outputs of LAION's v2 head for the inputs of networks.clip.probe.
 PUBLISHED = (4.883285, 5.310305, 4.545052)
 FILES = {"v2": "sac+logos+ava1-l14-linearMSE.pth", "v1": "sa_0_4_vit_l_14_linear.pth"}
 # Repository of v2 on the hub, and its file there; its values are checked against PUBLISHED.

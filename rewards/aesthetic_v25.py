@@ -28,7 +28,7 @@ from flowrl.types import MediaContext
 
 # hub name -> number of weights in the picture tower
 NUMBERS = {"google/siglip-so400m-patch14-384": 428_225_600}
-# What the published head gives for the inputs of networks.clip.probe.
+# Outputs of the published head for the inputs of networks.clip.probe.
 PUBLISHED = (3.618320, 2.672634, 2.709308)
 
 

@@ -207,7 +207,7 @@ class MpsNetwork(nn.Module):
 
         pixels (n, 3, side, side), words (n, L, d), counts (n, L).
         """
-        # as in the reference, without the LayerNorm that CLIP has before its projection
+        # CLIP's LayerNorm before its projection is left out, as in the reference
         states = self.clip.vision_model(pixel_values=pixels.to(words.dtype)).last_hidden_state
         tokens = self.clip.visual_projection(states)
         for layer in self.cross:

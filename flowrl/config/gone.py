@@ -12,7 +12,7 @@ class Gone:
 
     default: Any  # value that a config had where nobody set it
     since: str  # day on which the setting was removed
-    instead: str  # what to do now, as the end of a sentence
+    instead: str  # advice what to do now, as the end of a sentence
 
 
 GONE = {

@@ -165,7 +165,7 @@ class Algorithm:
     """One instance a run; holds its config, and in `memory` what a later plan may depend on."""
 
     Config: ClassVar[type[Options]] = Options
-    # what the loss needs from rollout and policy; a subset of "log_prob" | "leaves" | "reference" |
+    # needs of the loss from rollout and policy, a subset of "log_prob" | "leaves" | "reference" |
     # "old" | "anchor" | "reward" | "start"
     needs: frozenset[str] = frozenset()
     # rows that one term of the loss joins; for "sample" and "group": those with equal column "unit"
@@ -317,7 +317,7 @@ def plus_kl(
     return term + weight * scores["kl"]
 
 
-held = plus_kl  # its name in methods that were written for version 0.1
+held = plus_kl  # name of plus_kl in methods that were written for version 0.1
 
 
 def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutput:
