@@ -47,9 +47,8 @@ NUMBERS = {  # hub name -> number of weights, for CLIPs that transformers loads
     "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": 986_109_441,
 }
 # Settings that a preset fixes. dance_grpo: the 378-pixel DFN5B weights in open_clip's plain
-# ViT-H-14,
-# so at 224 pixels (position embeddings are resized) and with another activation than in training;
-# mix_grpo: the same weights in their own architecture.
+# ViT-H-14, so at 224 pixels (position embeddings are resized) and with another activation than in
+# training; mix_grpo: the same weights in their own architecture.
 PRESETS: dict[str, dict[str, Any]] = {
     "nft": {"model": VIT_L14, "transform": "tv_bilinear"},
     "flow_factory": {"model": VIT_L14, "transform": "pil"},

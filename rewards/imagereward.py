@@ -2,8 +2,7 @@
 
 Reference: github.com/THUDM/ImageReward at 6d863e1, ImageReward/ImageReward.py. BLIP's text encoder
 reads the prompt while it attends to the picture; [CLS] of its last hidden state goes through five
-linear
-layers without any activation, then (x - mean) / std with the two constants of that file. The
+linear layers without any activation, then (x - mean) / std with the two constants of that file. The
 network is transformers' (see networks/blip.py). Departures: the tokenizer is built from
 bert-base-uncased's vocab.txt; every key of the checkpoint is checked, where the reference loads
 with strict=False; with rounding=False pictures are resized as tensors (antialiased bicubic, about

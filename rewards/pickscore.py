@@ -7,9 +7,8 @@ github.com/yuvalkirstain/PickScore; peers differ in the scale only.
 
 Departures: prompts are padded to 77 tokens and not to the longest of the batch, which leaves an
 embedding as it is, since CLIP's text tower looks backwards only. The network is fp32 (no peer casts
-it).
-With rounding=False the resize is torchvision's on floats instead of PIL's on bytes (57 dB apart on
-a photo), and a gradient passes.
+it). With rounding=False the resize is torchvision's on floats instead of PIL's on bytes (57 dB
+apart on a photo), and a gradient passes.
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from flowrl.rewards.judge.reward import Scores, WritingJudge, interleaved, read_
 from flowrl.types import MediaContext
 
 # First digits of the sha256 of the whole text with {prompt} (or {request}) and <image> in place.
-# Each
-# text has two spellings: in t2i the authors' evaluation has one line less.
+# Each text has two spellings: in t2i the authors' evaluation has one line less.
 TEXTS = {
     "t2i": ("5f652289b3e82ae1", "733d99af3f475d0c"),
     "edit": ("62c8c0b86030e891", "4e37c1d385fd4691"),

@@ -1,10 +1,8 @@
 """PSNR, SSIM and LPIPS against a ground-truth file or array.
 
 These rewards suit world models and other tasks with one right answer. A video gets the mean over
-its
-frames or its worst frame; both are in `parts`, and the value of every frame in `last_frames`.
-Higher
-is better everywhere (LPIPS is negated).
+its frames or its worst frame; both are in `parts`, and the value of every frame in `last_frames`.
+Higher is better everywhere (LPIPS is negated).
 * PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most `cap`: two equal
   pictures would be infinitely near.
 * SSIM: Wang, Bovik, Sheikh, Simoncelli 2004, Gaussian window 11 x 11 with sigma 1.5, K = (0.01,

@@ -132,8 +132,7 @@ class Remote(core_reward.Reward):
     """Asks a reward server; scale, needs, reads, reads_prompt and video are the server's.
 
     journal: a ScoreJournal, from the setting or the run's own. problem: why samples of the last
-    call
-    failed.
+    call failed.
     """
 
     Settings = Settings

@@ -2,11 +2,10 @@
 
 Log it with weight 0 beside the reward that is trained on. It has two readings. "laplacian": the
 variance of the Laplacian (Pech-Pacheco et al. 2000, the common focus measure), on a log scale. It
-differs from
-OpenCV's usual one-liner in two ways: log10(1 + variance), and border pixels, which lack a
-neighbour, are left out. "high_frequency": the share of the spectrum's energy above half the Nyquist
-frequency. Both grow when a picture is oversharpened or gets noisy, and both depend on the number of
-pixels: compare pictures of one size.
+differs from OpenCV's usual one-liner in two ways: log10(1 + variance), and border pixels, which
+lack a neighbour, are left out. "high_frequency": the share of the spectrum's energy above half the
+Nyquist frequency. Both grow when a picture is oversharpened or gets noisy, and both depend on the
+number of pixels: compare pictures of one size.
 """
 
 from __future__ import annotations

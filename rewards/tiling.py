@@ -117,8 +117,7 @@ def repetition(y: Tensor) -> Tensor:
     allowed = (rows[:, None] >= height / 8) | (columns >= width / 8)
     allowed &= (rows[:, None] <= height / 2) & (columns <= width / 2)
     # min=0.1, because r - v is rounding and no peak where the surroundings themselves are near 1
-    # (an
-    # edge seen along its own direction)
+    # (an edge seen along its own direction)
     peak = (r - v) / (1 - v).clamp(min=0.1)
     return peak[:, allowed].amax(1).clamp(min=0)
 

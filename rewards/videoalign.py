@@ -204,8 +204,7 @@ def _load_vlm(
 
 def _add_lora(backbone: nn.Module, targets: list[str], lora: Mapping[str, Any]) -> None:
     """Add LoRA layers to the backbone. lora: `peft_lora_config` of the checkpoint, which states
-    rank
-    and scale."""
+    rank and scale."""
     from peft import LoraConfig, inject_adapter_in_model
 
     rank = lora.get("lora_r", 64)

@@ -2,10 +2,9 @@
 
 It is the mean of the digits 0 to 5 under the probabilities of the model's first token, which is
 dense and needs no parsing. Reference: PKU-YuanGroup/Edit-R1 4217f25, reward_server. Departures: the
-reference reads
-all six logits inside vLLM; a server reports the 20 likeliest tokens only, so a digit beyond them
-counts as 0, and without any digit among them the sample is NaN (in the reference 0). Pictures are
-sent as PNG (in the reference as JPEG of quality 75).
+reference reads all six logits inside vLLM; a server reports the 20 likeliest tokens only, so a
+digit beyond them counts as 0, and without any digit among them the sample is NaN (in the reference
+0). Pictures are sent as PNG (in the reference as JPEG of quality 75).
 """
 
 from __future__ import annotations

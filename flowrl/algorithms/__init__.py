@@ -1,8 +1,7 @@
 """Methods, one file each: which steps or samples are trained, how they get credit, and the loss.
 
 Each file of this folder is a method; common/ holds what they share. A method of one's own is a
-subclass of
-one of the classes here (docs/extending.md).
+subclass of one of the classes here (docs/extending.md).
 """
 
 from flowrl.algorithms.common.base import (

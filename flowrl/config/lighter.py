@@ -182,8 +182,7 @@ def _adamw8bit(cfg: Config, short: Shortage) -> Settings | None:
 
 
 # Changes that cost the least time come first, for the budget as for a run. A Planner is made for
-# one
-# model.dtype, so a search by the budget leaves out the change of it.
+# one model.dtype, so a search by the budget leaves out the change of it.
 CHANGES = (
     Change(phases=frozenset({"decode", "reward"}), settings=_decode),
     Change(phases=frozenset({"decode"}), settings=_switch("model.tiling", True)),

@@ -53,9 +53,8 @@ def load(folder: str | Path) -> Dataset:
     files may be anywhere.
 
     A prompt's meta holds the values on which all its lines agree. A list without "scores" has one,
-    "total", of
-    weight 1. A missing list or image, a broken or repeated line, a number that is not finite, or
-    other rewards than in the first line -> ValueError that names file and line.
+    "total", of weight 1. A missing list or image, a broken or repeated line, a number that is not
+    finite, or other rewards than in the first line -> ValueError that names file and line.
     """
     path = list_of(located(folder))
     if not path.is_file():

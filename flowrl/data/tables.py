@@ -3,8 +3,7 @@
 An entry is {"file", "prompt", **meta}, with "scores", "weights" and "total" where it was scored. In
 .jsonl it is a line of JSON. In .csv and .parquet "scores" and "weights" are a column for each
 reward (scores.jpeg, weights.jpeg), and other values that are no text are JSON; the same entry comes
-back
-from each of the three. texts.py reads other forms of lists.
+back from each of the three. texts.py reads other forms of lists.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ def grid(
 
     media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown, or other media that
     are `drawable`. cell: pixels a side of one picture; whole-number enlargements keep small
-    pictures
-    crisp.
+    pictures crisp.
     """
     pictures = _pictures(media, cell)
     count = len(pictures)
@@ -94,8 +93,7 @@ def before_after(
     """Put pairs side by side (same prompt, same noise), labelled, with the prompt under each pair.
 
     before, after: (B, 3, H, W), or other media that are `drawable`, on one scale. verdicts: those
-    of both sides;
-    True and False draw a green or red edge.
+    of both sides; True and False draw a green or red edge.
     """
     count = len(before)
     if not count:

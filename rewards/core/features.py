@@ -4,8 +4,7 @@ clip    embedding of the picture by a CLIP of transformers
 dino    embedding by DINOv2, which has seen no text
 shapes  embedding by the tiny CLIP of the embedded world
 or a function of the user's, media (n, ...) -> (n, d). For a video, the first three are the mean
-over
-its frames, each of unit length.
+over its frames, each of unit length.
 """
 
 from __future__ import annotations

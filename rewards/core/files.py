@@ -30,8 +30,7 @@ def score_files(
     progress: bool = False,
 ) -> tuple[list[ScoredSample], list[str]]:
     """Score files -> scores in the order of `samples`, and a sentence for each file that is left
-    out
-    or lacks the score of a reward of weight 0.
+    out or lacks the score of a reward of weight 0.
 
     Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory,
     whatever the number of files. At most `frames` frames of a video or an animated picture are

@@ -27,8 +27,7 @@ def published(numbers: Mapping[str, int], source: str, dtype: str = "float32") -
 
 def of_open_clip(model: str) -> float | None:
     """Bytes of a model of open_clip in fp32, built without weights from the config in the package
-    or
-    in a folder; None where that config, or its text tower's, is on the hub."""
+    or in a folder; None where that config, or its text tower's, is on the hub."""
     import open_clip
 
     named = model if ":" in model else model.replace("/", "-")

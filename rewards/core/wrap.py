@@ -54,8 +54,8 @@ class Around(Reward):
     why a sample failed.
 
     If the inner one is a judge that writes, its `read_reply` is passed on. asks: name of the
-    setting
-    that names the inner one; the setting with _settings at its end holds the inner settings.
+    setting that names the inner one; the setting with _settings at its end holds the inner
+    settings.
     """
 
     asks: ClassVar[str] = "reward"

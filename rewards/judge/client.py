@@ -4,8 +4,7 @@ The server may be vLLM, sglang, llama.cpp or a cloud.
 
 * A question is asked again, after exponential pauses, if the server is busy or broken (408, 429,
   5xx, no connection, a timeout, a reply that is not a chat completion, or a huge one). A
-  Retry-After
-  that asks for more is honoured.
+  Retry-After that asks for more is honoured.
 * The run stops at once where no retry would help: a refused key (401, 403), an unknown model or
 path
   (404), a spent token budget.

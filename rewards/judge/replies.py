@@ -184,8 +184,7 @@ def _stated(text: str) -> float:
     """P(first is better), 1, 0 or 0.5, of a verdict in words.
 
     Verdicts are "Image 2 is better than Image 1", "... equally good", or a bare "Image 1". A
-    verdict
-    that its sentence doubts or denies -> Unreadable.
+    verdict that its sentence doubts or denies -> Unreadable.
     """
     body = plain(text).replace("’", "'").strip()
     found = []

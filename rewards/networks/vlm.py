@@ -1,8 +1,8 @@
 """Shared parts of rewards that read a vision-language model without generating text.
 
 A reward of this kind takes the hidden state at a special token of the prompt and puts a small head
-on it. This file was checked against MizzenAI/HPSv3, TIGER-AI-Lab/EditReward and
-KwaiVGI/VideoAlign, whose forward functions agree on three points that are easily missed:
+on it. This file was checked against MizzenAI/HPSv3, TIGER-AI-Lab/EditReward and KwaiVGI/VideoAlign,
+whose forward functions agree on three points that are easily missed:
 
 * The language model gets plain positions 0, 1, 2, ... on all three rotary axes, never Qwen2-VL's
   positions by time, row and column: given embeddings without token ids, transformers counts.
@@ -105,8 +105,7 @@ def patches(
     """Patches of one picture or video (T, 3, h, w), normalised, as Qwen2-VL orders them.
 
     The result is rows (t * y * x, 3 * temporal * patch^2), and (t, y, x). The last frame is
-    repeated
-    until T is divisible by `temporal`; rows of one merge x merge block are neighbours.
+    repeated until T is divisible by `temporal`; rows of one merge x merge block are neighbours.
     """
     if missing := -len(frames) % temporal:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])

@@ -1,8 +1,7 @@
 """Open connections of a server: how many there may be, and how long each may take.
 
 uvicorn limits the time of idle connections only. Here a request's head has a time limit, too, and
-so
-has a client that does not read its answer; room.py limits bodies. Where there are too many
+so has a client that does not read its answer; room.py limits bodies. Where there are too many
 connections, those whose turn it is to speak are compared, and the one that has been silent longest
 is closed.
 """

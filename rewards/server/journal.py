@@ -1,11 +1,9 @@
 """Scores that were already paid for: a run that is resumed does not ask for them again.
 
 It has one JSON line for each score, {"key": sha256 of what was scored, "score": number}, appended
-in
-one write per batch: scores that a killed process had received are there, and several processes may
-share the file.
-Python writes a float so that it reads back as the same float. A line that was torn by a kill is
-skipped. Failed samples are not kept: they are tried again.
+in one write per batch: scores that a killed process had received are there, and several processes
+may share the file. Python writes a float so that it reads back as the same float. A line that was
+torn by a kill is skipped. Failed samples are not kept: they are tried again.
 """
 
 from __future__ import annotations

@@ -336,8 +336,7 @@ def _pixels(text: str, number: int, size: tuple[int, int]) -> np.ndarray:
 
 def _bare(file: bytes) -> bytes:
     """A PNG without chunks that no pixel needs, such as compressed texts, which could inflate to
-    any
-    size."""
+    any size."""
     kept, at = [PNG_START], len(PNG_START)
     while at < len(file):
         end = at + 12 + int.from_bytes(file[at : at + 4])
