@@ -112,7 +112,7 @@ class DGPO(forward.ForwardMethod):
         return base.summed(term, metrics, batch)
 
     def stopped(self, scores: dict[str, Tensor], batch: Columns) -> Tensor:
-        """(n,) bool: rows that the clip keeps from going further."""
+        """Rows that the clip keeps from going further, (n,) bool."""
         clip, adv = self.config.clip, batch.adv
         if clip is None:
             return torch.zeros_like(adv, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""What the commands share: options, how their words are read, one sentence for each mistake."""
+"""Parts that the commands share: options, how their words are read, one sentence for each
+mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a config to its policy and its algorithm, and from a run folder back to them."""
+"""The policy and the algorithm are made from a config, or loaded from a run folder."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """What the words of a command line say."""
+    """The words of a command line, sorted by what becomes of them."""
 
     options: Options = field(default_factory=dict)  # the files of configs/ that they choose
     own: Tree = field(default_factory=dict)  # sections of choices that need no file of configs/

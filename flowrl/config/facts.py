@@ -45,7 +45,8 @@ class Facts:
             raise ConfigError("\n".join(dict.fromkeys(refused)))
 
     def warnings(self) -> list[str]:
-        """What the rules warn of, and which settings were set that nothing reads."""
+        """Warnings of the rules, and sentences about settings that were set and that nothing
+        reads."""
         unread: dict[str, list[str]] = {}  # reason -> settings; each setting is named once
         for rule, why in self.said("unread"):
             seen = {setting for settings in unread.values() for setting in settings}
@@ -71,7 +72,7 @@ class Facts:
                 yield rule, sentence
 
     def sentence(self, rule: Rule, values: list[Any]) -> str:
-        """What a rule says of these values; "": nothing."""
+        """The sentence of a rule about these values; "": it has none."""
         if rule.when is not None:
             if not rule.when(*values):
                 return ""
@@ -108,7 +109,7 @@ _BY_KEY = _ByKey()
 
 
 def _at(tree: Mapping[str, Any], key: str) -> Any:
-    """What a tree holds at a dotted key."""
+    """The value that a tree holds at a dotted key."""
     return reduce(_inside, key.split("."), tree)
 
 

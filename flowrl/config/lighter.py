@@ -31,7 +31,7 @@ WHOLE_BATCH = 16  # samples; decoding more at once is hardly faster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """Where memory is short."""
+    """A shortage of memory: where it is, and in which run."""
 
     phase: str  # phase of a run or of a budget, as "update"
     # whether the memory that stays is too much already, before the phase adds to it

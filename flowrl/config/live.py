@@ -1,8 +1,8 @@
 """Live objects: a policy, rewards, an algorithm or prompts that a script hands to a run, in place
 of names in its config.
 
-What has no name is recorded as "live:FluxPipeline" in the config, where a name would stand, so that
-a run's folder says what it was made of, and its next start asks for it again.
+An object without a name is recorded as "live:FluxPipeline" in the config, where a name would stand,
+so that a run's folder says of what it was made, and its next start asks for the object again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def with_live_objects(
     policy: a diffusers pipeline or a Policy. rewards: as load_set takes them. algorithm: a subclass
     of Algorithm, or an instance. prompts: texts or records, or {"train": ..., "eval": ...}, where
     either may be the name of a file. features: a function media (n, ...) -> (n, d), as
-    diversity.features. What does not fit -> ValueError.
+    diversity.features. An object that does not fit -> ValueError.
     """
     whole = isinstance(cfg, Config)
     if whole:
@@ -97,7 +97,7 @@ def with_live_objects(
 
 
 def held_out_of(*, policy: Any = None, rewards: Any = None, prompts: Any = None) -> Live:
-    """What a script hands over to evaluate a run; its prompts are the held-out ones."""
+    """Objects that a script hands over to evaluate a run; its prompts are the held-out ones."""
     if policy is not None:
         live_name_of(policy)  # raises ValueError for an object that cannot be a policy
     own = prompts.get("eval") if isinstance(prompts, Mapping) else prompts

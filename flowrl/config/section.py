@@ -1,4 +1,4 @@
-"""What the sections of a config have in common."""
+"""The base class of a config's sections, and types that they share."""
 
 from __future__ import annotations
 

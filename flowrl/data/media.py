@@ -210,7 +210,7 @@ def spaced(count: int, most: int | None) -> list[int]:
 
 
 def _frames_of(image: Image.Image) -> tuple[int, int]:
-    """(number of the first, count) of a picture's frames."""
+    """Number of the first frame of a picture, and the number of its frames."""
     if image.format == "MPO":  # a photo and the camera's previews of it, which are no frames
         return 0, 1
     count = getattr(image, "n_frames", 1)

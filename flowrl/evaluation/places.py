@@ -1,4 +1,4 @@
-"""Where evaluations of runs are written: into the run, whose only writer they then are, or into a
+"""Folders in which evaluations of runs are written: the run, whose only writer they then are, or a
 folder of their own."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MOST_ARMS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What an iteration showed of its prompts, those of all processes."""
+    """Results of an iteration's prompts, from all processes."""
 
     ids: Tensor  # (P,) int64, place of each prompt among the run's prompts
     samples: Tensor  # (P,) fp64, how many samples of the prompt have a reward
@@ -197,8 +197,8 @@ def seen_by(
     """Count what samples show of the prompts of a batch -> (P, 4) fp64: place, number of samples,
     number of successes, and gain.
 
-    group, totals, advantages (B,): a sample whose total is NaN does not count. ValueError where
-    totals are no shares of success and config.success says no threshold.
+    group, totals, advantages (B,): a sample whose total is NaN does not count. Raises ValueError
+    where totals are no shares of success and config.success says no threshold.
     """
     # A reward in [0, 1] is a share of success, unless a threshold says what success is.
     r, usable = totals.double(), ~totals.isnan()

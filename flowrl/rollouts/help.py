@@ -3,7 +3,7 @@
 A visit is an iteration that samples the prompt. After n visits in which a sample succeeded, with
 help or without, the chance that the next one is helped is data.sampler.help.decay ** n; so every
 visit is helped before the first success. A prompt that succeeds by itself in its first visits is
-never helped. What help is: flowrl/rollouts/sample_helped.py.
+never helped. See flowrl/rollouts/sample_helped.py for the kinds of help.
 """
 
 from __future__ import annotations

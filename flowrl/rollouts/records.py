@@ -24,7 +24,7 @@ from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the samples of a run come from, and what scores them."""
+    """The source of a run's samples and of their scores."""
 
     cfg: Config  # every setting of the run
     world: World  # the processes that share the prompts of an iteration

@@ -203,7 +203,7 @@ def in_groups(subject: Subject) -> list[Finding]:
 
 
 def _attack_in_groups(subject: Subject, kind: str, own: Tensor, rival: Tensor) -> Finding:
-    """In how many groups an attack (n,) scores above the right picture (n,)."""
+    """Count the groups in which an attack (n,) scores above the right picture (n,)."""
     if failed := subject.unscored(rival):
         return Finding(name=kind, verdict="fail", value=math.nan, says=failed)
     beaten = float((rival > own + subject.rounding).double().mean())

@@ -61,7 +61,8 @@ class Subject:
         self.deterministic = self.reads_prompt = True
 
     def scores(self, examples: Sequence[Example]) -> Tensor:
-        """(n,) fp32 on the CPU, NaN where the reward failed; a broken contract -> RewardBug."""
+        """Score examples -> (n,) fp32 on the CPU, NaN where the reward failed; a broken contract ->
+        RewardBug."""
         out = torch.full((len(examples),), math.nan)
         for rows in self._batches(examples):
             some = [examples[row] for row in rows]

@@ -35,7 +35,7 @@ def frames_of(media: Tensor) -> Tensor:
 def column_of(context: MediaContext | None, name: str, size: int) -> Tensor:
     """Pictures or videos in a context column, one for each of `size` samples.
 
-    ValueError unless they are as media must be, and finite.
+    Raises ValueError unless they have the form of media, and are finite.
     """
     found = getattr(context, name, None)
     if found is None:

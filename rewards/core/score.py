@@ -174,7 +174,7 @@ def score_with(
 
 
 def _features(chosen: RewardSet, samples: Samples, rows: Tensor) -> Tensor:
-    """(B, d) fp32: features of the samples, of which `rows` are shown; NaN for the others."""
+    """Features of the samples, (B, d) fp32, of which `rows` are shown; NaN for the others."""
 
     def of(media: Tensor, *_: Any) -> Tensor:
         return chosen.features.of(media, rows)

@@ -43,7 +43,7 @@ class Comparator(Protocol):
 class Pointwise:
     """A comparator made of scores: 1, 0.5 or 0 by the sign of their difference d.
 
-    With a temperature, sigmoid(d / temperature).
+    With a temperature it is sigmoid(d / temperature).
     """
 
     def __init__(self, reward: Any, *, margin: float = 0.0, temperature: float = 0.0):

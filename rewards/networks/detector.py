@@ -121,7 +121,7 @@ def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool
 
 
 def relations(a: DetectedObject, b: DetectedObject) -> set[str]:
-    """Where a is, seen from b: up to two of RELATIONS.
+    """Relations of a to b: up to two of RELATIONS.
 
     The offset of the centres, each component shrunk by a tenth of both sizes, over the length of
     the offset *before* shrinking: a component beyond 0.5 counts. So objects that nearly overlap are

@@ -16,7 +16,7 @@ HOST_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a server is."""
+    """Address of a server, with its secrets apart."""
 
     shown: str  # address without secrets
     login: tuple[str, str] | None = field(repr=False)  # user and password

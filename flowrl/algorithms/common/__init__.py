@@ -1,1 +1,1 @@
-"""What algorithms share."""
+"""Parts that algorithms share."""

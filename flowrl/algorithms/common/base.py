@@ -1,4 +1,5 @@
-"""What the training loop asks of an algorithm: functions of their arguments, without any state.
+"""The functions that the training loop asks of an algorithm; they depend on arguments, not on
+state.
 
 An algorithm owns no loop, no optimizer and no random state. A plugin is a module of
 flowrl/algorithms with `ALGORITHM`, a subclass of Algorithm. One iteration:
@@ -55,7 +56,8 @@ def undone_levels(how: str, strata: dict[str, str]) -> str:
 
 
 class Credit(Options):
-    """From rewards to the advantage of each sample, the same for every method."""
+    """Options of credit, the way from rewards to advantages of samples, the same for every
+    method."""
 
     outcome: Literal["reward", "win_rate"] = Field(
         "reward",
@@ -140,7 +142,8 @@ class Sampler(Protocol):
 
 
 class VelocityField(Protocol):
-    """What a loss asks of a policy (flowrl.policy.Policy), or of what stands in for it."""
+    """The functions that a loss asks of a policy (flowrl.policy.Policy), or of an object in its
+    place."""
 
     def velocity(
         self,
@@ -252,8 +255,8 @@ class Algorithm:
         raise NotImplementedError
 
     def network_rows(self, batch: Columns) -> Tensor:
-        """(n,) int64 on the CPU: rows of the batch with equal values share a row of the network's
-        forward."""
+        """Numbers (n,) int64 on the CPU: rows of the batch with equal numbers share a row of the
+        network's forward."""
         return torch.arange(len(batch))
 
     def score(self, policy: VelocityField, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:

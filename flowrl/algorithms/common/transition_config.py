@@ -47,7 +47,7 @@ WINDOWED = planned("window", "tree") | planned("branch") & read_when(
 
 
 class Window(base.Options):
-    """Where the steps lie that are SDE when others are ODE."""
+    """The window of steps that are SDE while the others are ODE."""
 
     schedule: Literal[
         "progressive", "random", "geometric", "decay", "exp_decay", "frozen", "adaptive"
@@ -88,7 +88,7 @@ class Window(base.Options):
 
 
 class Tree(base.Options):
-    """Where trajectories fork."""
+    """The forks of trajectories."""
 
     children: Annotated[PositiveInt, planned(*FORKING)] = Field(
         2, description="Children of a node that forks."

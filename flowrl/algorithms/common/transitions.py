@@ -251,8 +251,8 @@ def samples(rollout: Rollout) -> Tensor:
 
 
 def spread_kl(std: Tensor, other: Tensor) -> Tensor:
-    """What different standard deviations add to the KL of two Gaussians, a mean over dims (n,);
-    exactly 0 where they are equal."""
+    """The part of the KL of two Gaussians that different standard deviations add, a mean over dims
+    (n,); exactly 0 where they are equal."""
     log_ratio = std.log() - other.log()
     return (0.5 * (2 * log_ratio).expm1() - log_ratio).flatten(1).mean(1)
 
