@@ -64,7 +64,7 @@ BUG = ": RewardBug: "
 class Settings(Base):
     url: str | list[str] = pydantic.Field(
         description=(
-            "Address of the server, such as http://127.0.0.1:8321; env:NAME takes it from an"
+            "Address of the server, as http://127.0.0.1:8321; env:NAME takes it from an"
             " environment variable, where it may hold a password. A list names servers of the same"
             " rewards, among which requests are balanced."
         )

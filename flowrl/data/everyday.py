@@ -2,8 +2,8 @@
 places in many styles, lights and numbers, relations between two, and texts to be written.
 
 scripts/embedded/everyday.py joins them from hand-written parts. meta["task"] is photo, style,
-count, relation, text or scene; meta["pairs"] lists each subject with what is said of it, and no
-pair of a held-out prompt is one of a training prompt; meta["text"] is what should be read.
+count, relation, text or scene; meta["pairs"] lists each subject with the words about it, and no
+pair of a held-out prompt is one of a training prompt; meta["text"] is the text that should be read.
 """
 
 from __future__ import annotations

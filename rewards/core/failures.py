@@ -32,7 +32,7 @@ class RewardBug(RuntimeError):
 
 
 class RewardUnavailable(RuntimeError):
-    """What a reward relies on (a server) is gone, and waiting did not help.
+    """A server on which a reward relies is gone, and waiting did not help.
 
     The run stops, resumable: no sample is counted as failed.
     """

@@ -1,4 +1,4 @@
-"""The settings of a reward by its name; of those that flowrl ships, without torch."""
+"""The settings of a reward by its name; settings of rewards that flowrl ships need no torch."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def settings_class(name: str) -> type[Settings]:
     """The schema of a reward's settings. ValueError: see `reward_class`."""
     found = registry.declared(PACKAGE, name, "REWARD", "Settings", what="reward")
     if found is None:
-        from flowrl.rewards.core.reward import reward_class  # which imports torch
+        from flowrl.rewards.core.reward import reward_class  # imported here: it imports torch
 
         found = reward_class(name).Settings
     return found  # type: ignore[no-any-return]
 
 
 def setting_kinds(name: str, path: Sequence[str]) -> Kinds:
-    """What a setting of reward `name` takes; nothing of a reward that is not known."""
+    """Types that a setting of reward `name` takes; none if the reward is not known."""
     try:
         return kinds_at(settings_class(name), path)
-    except ValueError:  # who loads it says so
+    except ValueError:  # loading the reward reports the mistake
         return frozenset()
 
 

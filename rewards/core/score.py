@@ -113,11 +113,11 @@ def score(
 ) -> Rewards:
     """Score B samples without gradient.
 
-    media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1], or any other (B, *D) fp32.
-    rewards: see load_set; load once and pass the set when scoring often.
-    Returns Rewards on media's device: raw parts, total = sum of weight * part (or the counted value
-    of the part), NaN where a weighted part (or a pixel) is not finite. Samples with pixels that are
-    not finite are shown to no reward; one that compares the members of a group sees the others.
+    media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1], or any other (B, *D) fp32. rewards: see
+    load_set; load once and pass the set when scoring often. Returns Rewards on media's device: raw
+    parts, total = sum of weight * part (or the counted value of the part), NaN where a weighted
+    part (or a pixel) is not finite. Samples with pixels that are not finite are shown to no reward;
+    one that compares the members of a group sees the others.
     """
     context = MediaContext() if context is None else context
     media = check_media(media, prompts)

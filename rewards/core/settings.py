@@ -1,4 +1,4 @@
-"""Settings of a reward: their base, and how they are judged, in words."""
+"""Settings of a reward: their base classes, and the sentences about wrong ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import pydantic
 from flowrl.runtime.filled import Filled
 from flowrl.runtime.registry import did_you_mean
 
-SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # of an address: password, query
+SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # password and query of an address
 
-# of Settings whose reward sees pictures: it is differentiable without
+# setting of rewards that see pictures: without rounding they are differentiable
 Rounding = Annotated[
     bool,
     pydantic.Field(
-        description="Score what a saved file would show; false lets the gradient through."
+        description=(
+            "Score the bytes that a saved file would hold; false lets the gradient through."
+        )
     ),
 ]
 
@@ -40,7 +42,7 @@ def parse(
 ) -> Settings:
     """Validate settings against schema; all problems are reported together, as one ValueError.
 
-    prefix: what a user puts before a key.
+    prefix: text that a user puts before a key.
     """
     try:
         return schema.model_validate(dict(settings))

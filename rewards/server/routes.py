@@ -30,8 +30,8 @@ STATUS = {
 
 
 def create_app(service: Service, *, token: str | None = None, local: bool = False) -> FastAPI:
-    """The FastAPI app. token: what /version and /score want as a bearer token. local: only requests
-    to an address of this machine are answered."""
+    """The FastAPI app. token: bearer token that /version and /score want. local: only requests to
+    an address of this machine are answered."""
     app = FastAPI(
         title="flowrl rewards", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
     )

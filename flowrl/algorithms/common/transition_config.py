@@ -29,7 +29,7 @@ def known_sde(name: str) -> str:
     """Return the name of a denoising step, a file's path made absolute; raise ValueError for an
     unknown name."""
     if (name := registry.absolute(name)) not in sde.SDES:
-        sde.find(name)  # which needs torch, and the names above none
+        sde.find(name)  # only other names are looked up, because that needs torch
     return name
 
 
