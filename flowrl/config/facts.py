@@ -22,9 +22,9 @@ from flowrl.runtime.rule import Rule, as_word, conditions
 class Facts:
     """Facts by dotted keys: words of a config, and objects that become known. KeyError: not yet.
 
-    words: the tree of a config in plain values. A fact of the tree is an entry of a mapping
-    ("algorithm.credit"), one of an object an attribute ("plan.leaves"). options: the schema of the
-    algorithm's options, which declares rules of its own.
+    words: the tree of a config in plain values. A fact in the tree is an entry of a mapping
+    ("algorithm.credit"), a fact about an object is an attribute ("plan.leaves"). options: the
+    schema of the algorithm's options, which declares rules of its own.
     """
 
     def __init__(self, words: Mapping[str, Any], options: Any):
@@ -140,7 +140,7 @@ def unread(schema: Any, prefix: str = "") -> tuple[Rule, ...]:
 
 
 def of_config(cfg: Config, **found: Any) -> Facts:
-    """The facts of a config, and others; what the rules refuse of them -> ConfigError."""
+    """Facts of a config and of the objects found; raise ConfigError where rules refuse them."""
     method = found.get("method")
     options = type(method.config) if method else algorithm_schema(cfg.algorithm["name"])
     facts = Facts(plain(cfg), options)

@@ -67,7 +67,7 @@ def with_live_objects(
         tree, problems = cfg.model_dump(mode="json"), []
         if policy is not None:
             drop_defaults(tree)
-    else:  # without the file of the usual model, which has settings of its own
+    else:  # the usual model's file is left out, because its settings suit that model only
         stated = cfg.get("model") if isinstance(cfg, Mapping) else None
         stated = stated.get("source") if isinstance(stated, Mapping) else stated
         if policy is not None and stated is not None:

@@ -33,17 +33,17 @@ from flowrl.runtime.text import printable, visible
 from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
 
 Given = str | Path | Mapping[str, Any] | None
-REWARD_TEXTS = ("name", "stratify", "mode")  # keys that are texts, whatever the reward
-# sections that a config must fill: what is missing, the words to add, and the argument of a script
+REWARD_TEXTS = ("name", "stratify", "mode")  # keys whose values are texts, whatever the reward
+# section that a config must fill -> what is missing, the words to add, and a script's argument
 TO_NAME = {
     "data": ("no prompts", "data=everyday (or data.train=prompts.txt)", 'prompts="everyday:train"'),
     "reward": ("no reward", "reward=pickscore", 'rewards="pickscore"'),
 }
-# names of TRL, kohya's scripts, SimpleTuner, diffusers' examples and Hydra -> ours
+# file: names of TRL, kohya's scripts, SimpleTuner, diffusers' examples and Hydra -> our names
 FILE_OF_SYNONYMS = Path(__file__).with_name("synonyms.yaml")
-LONGEST_VALUE = 120  # characters of a wrong value in a sentence
+LONGEST_VALUE = 120  # most characters of a wrong value in a sentence
 ONE_VALUE = {"int_type", "float_type", "bool_type", "string_type", "literal_error"}
-# how pydantic names the part of a union in an error's place
+# beginnings of the names that pydantic adds to an error's location for a part of a union
 UNION_PARTS = ("literal[", "bool", "float", "constrained")
 
 
@@ -167,7 +167,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def validated(values: dict[str, Any], problems: list[str]) -> Config:
-    """Validate a composed tree; problems found before, and all of its own, -> one ConfigError."""
+    """Validate a composed tree; raise one ConfigError with earlier problems and its own."""
     lacking = _lacking(values)
     if lacking:
         problems = [*problems, _not_named(lacking, values)]
@@ -273,7 +273,7 @@ def _nearest_keys(key: str, algorithm: Any) -> str:
     moved = [k for k in valid if k.rpartition(".")[2] == last]
     if known := synonym(last):
         return f"; here it is {known}"
-    if moved:  # the right word in the wrong section
+    if moved:  # the key exists in another section
         return "; did you mean " + " or ".join(f'"{k}"' for k in moved) + "?"
     siblings = [k for k in valid if k.rpartition(".")[0] == section]
     return registry.did_you_mean(key, siblings if section else valid)

@@ -57,8 +57,8 @@ class Config(Section):
         {},
         validate_default=True,
         description=(
-            "name; label, which is what the run calls its method (its file of configs/algorithm);"
-            " and the options of that algorithm."
+            "Name of the algorithm; label, by which the run calls its method (its file of"
+            " configs/algorithm); and the options of that algorithm."
         ),
     )
     reward: dict[str, dict[str, Any]] = Field(
@@ -114,8 +114,8 @@ class Config(Section):
             raise ValueError(
                 f"no algorithm is named; choose algorithm={'|'.join(options('algorithm'))}"
             )
-        name = registry.absolute(value["name"])  # a run resumes from any folder
-        label = value.get("label", registry.label_of(name))  # earlier runs have none
+        name = registry.absolute(value["name"])  # a run may be resumed elsewhere
+        label = value.get("label", registry.label_of(name))  # earlier runs have no label
         if not isinstance(label, str) or not re.fullmatch(r"[\w.+-]+", label):
             raise ValueError(f"algorithm.label={label!r} should be letters, digits and . + - _")
         own = algorithm_schema(name).model_validate(options_of(value)).model_dump()

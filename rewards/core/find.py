@@ -14,7 +14,7 @@ PACKAGE = "flowrl.rewards"
 
 
 def settings_class(name: str) -> type[Settings]:
-    """The schema of a reward's settings. ValueError: see `reward_class`."""
+    """The schema of a reward's settings; raises ValueError as `reward_class` does."""
     found = registry.declared(PACKAGE, name, "REWARD", "Settings", what="reward")
     if found is None:
         from flowrl.rewards.core.reward import reward_class  # imported here: it imports torch
