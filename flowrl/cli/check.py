@@ -70,7 +70,7 @@ def check(
     exactly it replays, or tries a reward on pictures whose truth is known."""
     pictures = {"media": media, "count": count, "frames": frames}
     with one_sentence_errors():
-        # one of the two, with the options that it reads
+        # a command checks either a model or a reward, each with the options that it reads
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
@@ -113,7 +113,7 @@ def _check_model(
 
 
 def _check_rewards(words: list[str], pictures: dict[str, Any], json: str | None) -> None:
-    """Print what each reward makes of pictures; exit code 1 where a check failed."""
+    """Print the findings about each reward on pictures; exit code 1 where a check failed."""
     from flowrl.rewards import load_set, parse_words
     from flowrl.rewards.checks import check as checks
     from flowrl.runtime.store.run_folder import plain

@@ -27,7 +27,7 @@ def complete_words(ctx: typer.Context, incomplete: str) -> list[str]:
     named["reward"] = shipped("flowrl.rewards")
     words = [f"{group}={name}" for group, names in named.items() for name in names]
     words += [*named["experiment"], *(f"{key}=" for key in settings("config") or ())]
-    # bash gives "=" as a word of its own, and completes what comes after it
+    # bash passes "=" as a word of its own, and completes the text after it
     given = "".join([*(ctx.params.get("overrides") or ())][-2:])
     begun = given if given.endswith("=") else ""
     return [word.removeprefix(begun) for word in words if word.startswith(begun + incomplete)]
@@ -116,7 +116,7 @@ class Command(TyperCommand):
         rows = []
         for param in self.get_params(ctx):
             name, text = param.get_help_record(ctx)
-            name = name.replace(" <list[str]>", "")  # metavars say it better
+            name = name.replace(" <list[str]>", "")  # removed because metavars say it better
             usual = f"{param.param_type_name.title()}s"
             rows.append((heading.get(param.name, usual), (name, text)))
         write_sections(formatter, rows)
@@ -255,13 +255,14 @@ def named_values(
 
 
 def next_steps(*steps: str) -> None:
-    """Say how to go on, on stderr: what a command prints stays what others read."""
+    """Say how to go on, on stderr, so that programs that read stdout see only the command's
+    output."""
     typer.echo(visible("\n  ".join(["Next:", *steps])), err=True)
 
 
 def as_json(record: Any, target: str | None) -> bool:
-    """Write what a table says to the file that --json names, or print it -> whether it was printed,
-    and stands in the place of the table."""
+    """Write the data of a table to the file that --json names, or print them -> whether they were
+    printed and take the place of the table."""
     from flowrl.runtime.store.files import write
 
     if target is None:

@@ -1,4 +1,4 @@
-"""`flowrl env`: what a bug report should say about this machine."""
+"""`flowrl env`: facts about this machine that a bug report should hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def env(json: Json = None) -> None:
     from flowrl.runtime import log
     from flowrl.runtime.store.run_folder import environment
 
-    log.setup()  # or libraries chatter
+    log.setup()  # keeps libraries from writing to the log
     found = environment() | _devices()
     for package in OPTIONAL:
         try:

@@ -146,7 +146,7 @@ def _evaluate_suite(
             f"Results: {place}" if output else f"Report: {run_page.build(run)}"
             for run, place in into.items()
         ]
-        # the numbers as JSON, or a run's tables, then what several runs did beside their goals
+        # prints the numbers as JSON, or each run's tables and then the side effects of several runs
         if as_json(records, json):
             return
         for record in records:

@@ -10,7 +10,7 @@ import typer
 
 from flowrl.cli.common import next_steps, one_sentence_errors, parse_config
 
-QUESTIONS = {  # option -> what is asked, and its default: for shapes-sd3, and for other models
+QUESTIONS = {  # option -> (question, its default for shapes-sd3, its default for other models)
     "model": ("Model: a name of `flowrl list models`, a folder or a hub id", "shapes-sd3", ""),
     "reward": ("Reward: a name of `flowrl list rewards`, or FILE.py:NAME", "shapes", "pickscore"),
     "prompts": ("Prompts: a file of them, or a name of `flowrl list data`", "shapes", "everyday"),
@@ -63,7 +63,7 @@ def _answer(name: str, given: str | None, before: dict[str, str], *, ask: bool) 
         try:
             parse_config(_words({**usual, **before, name: text}))
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error  # asked again
+            raise typer.BadParameter(str(error)) from error  # typer asks the question again
         return text
 
     if given is None and ask:

@@ -28,7 +28,7 @@ def list_choices(
     def names(group: str) -> list[str]:
         return sorted({*options(group), *installed(group)})
 
-    # a list's name -> what makes it; "data" and "memory" have no plural
+    # name of a list -> function that makes it; "data" and "memory" have no plural
     kinds: dict[str, Callable[[], list[str]]] = {
         (group if group in ("data", "memory") else f"{group}s"): partial(names, group)
         for group in GROUPS

@@ -30,7 +30,7 @@ from flowrl.cli.common import Command, echo, write_sections
 from flowrl.runtime.install import foreign
 from flowrl.runtime.streams import keep_streams_open
 
-COMMANDS: dict[str, dict[str, Any]] = {  # by heading, in the order of `flowrl --help`
+COMMANDS: dict[str, dict[str, Any]] = {  # heading -> its commands, in the order of `flowrl --help`
     "Train": {"init": init.init, "budget": budget.budget, "train": train.train},
     "Use": {"generate": generate.generate, "score": score.score, "serve": serve.serve},
     "Look": {

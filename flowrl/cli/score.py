@@ -121,7 +121,7 @@ def score(
 
 
 def _say_next(written: Path | None, label: str) -> None:
-    """Say how to train on what was written, or how to write it. label: of a reward."""
+    """Say how to train on the written list, or how to write one. label: label of a reward."""
     if written is None:
         next_steps("the same with --keep-top 20% -o best keeps the best of each prompt")
         return

@@ -61,7 +61,7 @@ def train(
                 show(trainer.describe(), wrap=True)
                 show("Nothing was written. Without --dry-run, the same command trains.")
             return
-    # From here on it is a failure while running: exit code 1, and how to go on.
+    # From here on, an error is a failure while running: exit code 1, and how to go on.
     try:
         if trainer.world.main:
             show(trainer.describe(), wrap=True)

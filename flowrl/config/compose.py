@@ -27,7 +27,7 @@ from flowrl.runtime.typed_text import Kinds
 Tree = dict[str, Any]
 Options = dict[str, str | None]  # group -> chosen file of configs/; None: no file is chosen
 LAYERS = ("model", "memory", "data", "reward", "algorithm")
-NAMED = ("data", "reward")  # have defaults for the embedded models alone
+NAMED = ("data", "reward")  # sections whose defaults suit the embedded models alone
 GROUPS = (*LAYERS, "experiment")
 SELF = "_self_"  # stands for the file itself in its list of defaults; it comes last anyway
 TOO_DEEP = "the config nests too many lists and mappings, or a ${...} stands for itself"
@@ -119,8 +119,8 @@ def source_of(files: Sequence[File], line: CommandLine) -> str | None:
 
 
 def is_embedded(model: str) -> bool:
-    """Whether a model (its name in configs/model, or its source) comes with flowrl; so do names
-    that nothing has, which are refused as such."""
+    """Whether a model (its name in configs/model, or its source) comes with flowrl; also true for
+    unknown names, which are refused elsewhere."""
     if model in options("model"):
         model = option_layer("model", model)["model"]["source"]
     return model.startswith("package:flowrl.") or not section_of("model", model)
@@ -350,7 +350,7 @@ def option_layer(group: str, name: str) -> Tree:
     below = [option_layer(group, base) for base in listed_defaults(path, tree) if base != SELF]
     everywhere = path.read_text(encoding="utf-8").startswith("# @package _global_")
     layers = [*below, in_full(tree if everywhere else {group: tree})]
-    if group == "algorithm":  # as the run is called; several files may set up one algorithm
+    if group == "algorithm":  # a label tells the files apart that set up one algorithm
         layers.append({group: {"label": name}})
     return OmegaConf.to_container(OmegaConf.merge(*layers))  # type: ignore[return-value]
 

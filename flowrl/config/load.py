@@ -280,7 +280,8 @@ def _nearest_keys(key: str, algorithm: Any) -> str:
 
 
 def synonym(name: str) -> str | None:
-    """What other trainers call so, as flowrl does; None: nothing. An option counts, --lr as lr."""
+    """flowrl's name for a name of other trainers; None: not known. Options count, too: --lr as
+    lr."""
     table: dict[str, str] = yaml.safe_load(FILE_OF_SYNONYMS.read_text(encoding="utf-8"))
     return table.get(name.strip("-").replace("-", "_").lower())
 

@@ -1,10 +1,10 @@
 """Rules on settings that a start refuses, warns of, or does not read beside others.
 
-These rules read words alone, and import no torch; those of run_rules.py read what the words name,
-too. Options of an algorithm have rules of their own (flowrl/runtime/rule.py says how they are
-declared), and the checks of a single value stand beside the setting, in its pydantic class. What a
-plan of denoising steps must be is in flowrl/algorithms/common/planning.py. Starts, `flowrl budget`
-and the sentence of a run that is out of memory ask the same rules (flowrl/config/facts.py), so that
+These rules read words alone, and import no torch; those of run_rules.py read the named things, too.
+Options of an algorithm have rules of their own (flowrl/runtime/rule.py says how they are declared),
+and the checks of a single value stand beside the setting, in its pydantic class.
+flowrl/algorithms/common/planning.py checks plans of denoising steps. Starts, `flowrl budget` and
+the sentence of a run that is out of memory ask the same rules (flowrl/config/facts.py), so that
 nothing is proposed that a start would refuse.
 """
 

@@ -146,7 +146,7 @@ class Config(Section):
 
 
 def options_of(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    """What an algorithm's own class reads of its section."""
+    """The options of a section that the algorithm's own class reads."""
     return {key: value for key, value in algorithm.items() if key not in ("name", "label")}
 
 

@@ -51,7 +51,7 @@ def media_of(
     whose: a conditioning, and the row (B,) of it that each state belongs to.
     """
     assert bool((sigma == sigma[0]).all())
-    policy.turns.rest()  # the denoiser may make room for the VAE
+    policy.turns.rest()  # the denoiser leaves the device, if it should, to make room for the VAE
     with Progress(len(x), title="decode", lines=False) as bar:
         for i in range(0, len(x), decode):
             rows = slice(i, min(i + decode, len(x)))
