@@ -7,9 +7,9 @@ The second adds how many lines the library, scripts and tests lost since a commi
 
 It fails where a function is longer than 60 lines or one in ten of the library's is longer than 22,
 at a line over 100 columns, a cycle of imports, an import of another module's private name, a class
-name that two modules define, a docstring that begins with "Of", a field of a record that nothing
-at the field explains, a function of 30 lines or more without a comment, and a commit subject of
-72 letters or more. The rest is printed alone: nobody should cut code to reach a count.
+name that two modules define, a docstring or a comment that begins with "Of", a field of a record
+that nothing at the field explains, a function of 30 lines or more without a comment, and a commit
+subject of 72 letters or more. The rest is printed alone: nobody should cut code to reach a count.
 """
 
 from __future__ import annotations
@@ -149,13 +149,22 @@ def class_names(trees: dict[Path, ast.Module]) -> list[str]:
     ]
 
 
-def headless(path: Path, tree: ast.Module) -> Iterator[str]:
-    """Docstrings that begin with "Of", and so have no subject."""
+def headless(path: Path, tree: ast.Module, lines: list[str]) -> Iterator[str]:
+    """Docstrings and comments that begin with "Of", and so have no subject."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         if isinstance(node, documented) and re.match(r"Of\b", ast.get_docstring(node) or ""):
-            line = getattr(node, "lineno", 1)
-            yield f'{relative(path)}:{line}: a docstring begins with "Of"'
+            found.append((getattr(node, "lineno", 1), "docstring"))
+    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+        if token.type == tokenize.COMMENT and re.match("#+ *of ", token.string, re.IGNORECASE):
+            line = token.start[0]
+            # the second line of a block may begin so: it continues a sentence
+            both = ["", *lines][line - 1], token.line
+            if not all(text.lstrip().startswith("#") for text in both):
+                found.append((line, "comment"))
+    for line, kind in found:
+        yield f'{relative(path)}:{line}: a {kind} begins with "Of"'
 
 
 def unexplained(path: Path, tree: ast.Module, lines: list[str]) -> Iterator[str]:
@@ -254,7 +263,7 @@ def main() -> int:
     problems += [f"{where}: {k} lines, at most {FUNCTION}" for where, k in every if k > FUNCTION]
     problems += [f"one function in ten has more than {usual} lines"] * (usual > USUAL)
     for path, tree in trees.items():
-        problems += headless(path, tree)
+        problems += headless(path, tree, sources[path])
         problems += unexplained(path, tree, sources[path])
         problems += silent(path, tree, sources[path])
 

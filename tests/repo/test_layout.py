@@ -109,9 +109,17 @@ def test_a_cycle_through_the_init_of_a_package_is_seen(tmp_path, kind):
 
 WORDS = {  # a check of words, a source with one fault, the same source without it
     "headless": ('class A:\n    """Of the denoiser."""', 'class A:\n    """Offers bytes."""'),
+    "headless beside code": (
+        "f(2)  # of the batch",
+        "f(2)  # offset: the third\nx = '# of '",
+    ),
+    "headless above code": (
+        "x = 1\n# Of one row,\n# of all rows\nf(2)",
+        "# The number of rows, and the number\n# of prompts.\nf(2)",
+    ),
     "unexplained": (
         "@dataclass(frozen=True)\nclass A:\n    rows: int\n",
-        "@dataclass\nclass A:\n    rows: int  # of a batch\n\n    # seconds\n    time: float\n"
+        "@dataclass\nclass A:\n    rows: int  # in a batch\n\n    # seconds\n    time: float\n"
         '    seed: int = 0\n    """Any whole number."""\n',
     ),
     "silent": (
@@ -125,13 +133,19 @@ WORDS = {  # a check of words, a source with one fault, the same source without 
 def test_each_check_of_words_finds_its_fault_and_nothing_else(kind):
     def found(text):
         return [
-            *budgets.headless(ROOT / "a.py", ast.parse(text)),
+            *budgets.headless(ROOT / "a.py", ast.parse(text), text.splitlines()),
             *budgets.unexplained(ROOT / "a.py", ast.parse(text), text.splitlines()),
             *budgets.silent(ROOT / "a.py", ast.parse(text), text.splitlines()),
         ]
 
     bad, good = WORDS[kind]
-    said = {"headless": '"Of"', "unexplained": "nothing explains A.rows", "silent": "no comment"}
+    said = {
+        "headless": 'docstring begins with "Of"',
+        "headless beside code": 'a.py:1: a comment begins with "Of"',
+        "headless above code": 'a.py:2: a comment begins with "Of"',
+        "unexplained": "nothing explains A.rows",
+        "silent": "no comment",
+    }
     (only,) = found(bad)
     assert said[kind] in only and not found(good)
 
