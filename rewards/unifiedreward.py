@@ -59,7 +59,7 @@ class Variant:
     sha256: tuple[str, ...] = ()  # beginnings of the digests of that text; (): any text is taken
     pair: bool = False  # whether the question is which of two is better
     source: bool = False  # whether the picture before editing is shown first
-    video: Literal["yes", "no", "only"] = "no"  # which videos it takes, as Reward.video
+    video: Literal["yes", "no", "only"] = "no"  # whether it takes videos, as Reward.video
     frames: int = 8  # frames of a video that are shown by default
     # whether frames go from the first to the last; False: every F/frames-th from the first
     ends: bool = True

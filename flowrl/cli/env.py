@@ -18,7 +18,7 @@ def env(json: Json = None) -> None:
     from flowrl.runtime import log
     from flowrl.runtime.store.run_folder import environment
 
-    log.setup()  # keeps libraries from writing to the log
+    log.setup()  # keeps libraries quiet
     found = environment() | _devices()
     for package in OPTIONAL:
         try:

@@ -24,7 +24,7 @@ JSON, TABLES = (".json", ".jsonl", ".ndjson"), (".csv", ".tsv", ".tab")
 MARKS = "\t,;|"  # marks between the cells of a table
 SPACE = re.compile(r"\s*")
 LOOKED_AT = 20  # lines that decide whether a file is a table, if its ending does not
-# most bytes of a cell; the default, 128 KiB, is less than a checklist takes
+# largest cell; the default, 128 KiB, is less than a checklist takes
 csv.field_size_limit(2**31 - 1)
 
 

@@ -82,7 +82,7 @@ def levels(primary: Tensor, weight: float) -> tuple[Tensor, float]:
     new = primary[order].double().diff() >= APART
     level = torch.empty_like(order)
     level[order] = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
-    # distances in fp32, in which the sum is made
+    # weight * primary in fp32, as the sum has it
     distances = (weight * primary[order]).double().diff()[new]
     return level, float(distances.min()) if len(distances) else weight
 

@@ -173,7 +173,7 @@ class Algorithm:
     needs: frozenset[str] = frozenset()
     # rows that one term of the loss joins; for "sample" and "group": those with equal column "unit"
     couples: Literal["row", "sample", "group"] = "row"
-    rollout_view: Literal["default", "old"] = "default"  # which weights sample
+    rollout_view: Literal["default", "old"] = "default"  # view of the weights that samples
     guidance: Literal["none"] | None = None  # guidance of the rollout; None: the sampler's setting
     left_out: float = 0.0  # advantage of a sample that `keep` does not train
     trains_network: bool = True  # False: only heads are trained
