@@ -176,7 +176,7 @@ def _new_bar() -> Any:
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Inside, or in a function that it decorates, a terminal shows that something goes on."""
+    """Show on a terminal that a block, or a function that this decorates, is still at work."""
     with Progress(None, title=title, lines=False):
         yield
 
@@ -192,4 +192,4 @@ def _console() -> Any:
 
 
 _shared: Any = None
-_bars: list[Any] = []  # rich's bar while there is one: a terminal shows one at a time
+_bars: list[Any] = []  # at most one bar of rich: a terminal shows one at a time

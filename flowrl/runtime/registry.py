@@ -75,7 +75,7 @@ def find(package: str, name: str, *, what: str) -> ModuleType:
 
 
 def check_known(package: str, name: str, *, what: str) -> None:
-    """ValueError with the nearest valid names for one that is neither ours nor outside."""
+    """ValueError with the nearest valid names if a name is neither ours nor outside."""
     if name not in shipped(package) and not is_outside(package, name):
         raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, choices(package))}')
 
