@@ -190,7 +190,8 @@ def _lacking(values: Mapping[str, Any]) -> list[str]:
 
 def _not_named(sections: list[str], values: Mapping[str, Any]) -> str:
     """Say which words to add. Only the embedded models have defaults for them."""
-    source = str((values.get("model") or {}).get("source"))
+    model = values.get("model")  # a text in a damaged file
+    source = str(model.get("source") if isinstance(model, Mapping) else model)
     columns = zip(*(TO_NAME[section] for section in sections), strict=True)
     what, words, arguments = (" and ".join(column) for column in columns)
     none = f"{what} {'is' if sections == ['reward'] else 'are'} named"

@@ -39,8 +39,9 @@ def test_the_default_run_is_nft_on_the_embedded_world():
 
 
 @pytest.mark.parametrize("key", ["algorithm", "reward"])
-def test_a_runs_config_that_lacks_its_algorithm_or_its_reward_is_refused(tmp_path, key):
-    stated = yaml.safe_load(load.dump(load_config()))
+@pytest.mark.parametrize("damage", [{}, {"model": "shapes"}, {"model": None}, {"data": []}])
+def test_a_runs_config_that_lacks_its_algorithm_or_its_reward_is_refused(tmp_path, key, damage):
+    stated = yaml.safe_load(load.dump(load_config())) | damage
     stated.pop(key)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(stated))
     with pytest.raises(ConfigError, match=f"no {key} is named; (add|choose) {key}="):
