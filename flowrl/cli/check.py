@@ -16,8 +16,6 @@ from flowrl.cli.common import (
     Json,
     as_json,
     call_arguments,
-    complete_models,
-    complete_rewards,
     echo,
     one_sentence_errors,
     show,
@@ -25,17 +23,11 @@ from flowrl.cli.common import (
 
 Model = Annotated[
     str | None,
-    typer.Argument(
-        help="A name of configs/model, a folder, or a hub id.", autocompletion=complete_models
-    ),
+    typer.Argument(help="A name of configs/model, a folder, or a hub id."),
 ]
 Rewards = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar=REWARD,
-        help="Check this reward instead, with these settings.",
-        autocompletion=complete_rewards,
-    ),
+    typer.Option(metavar=REWARD, help="Check this reward instead, with these settings."),
 ]
 Media = Annotated[
     list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")
@@ -116,23 +108,19 @@ def _check_rewards(words: list[str], pictures: dict[str, Any], json: str | None)
     """Print the findings about each reward on pictures; exit code 1 where a check failed."""
     from flowrl.rewards import load_set, parse_words
     from flowrl.rewards.checks import check as checks
-    from flowrl.runtime.store.run_folder import plain
 
     if pictures["media"] and pictures["frames"]:
         drawn = f"--frames {pictures['frames']} is of videos that are drawn"
         raise ValueError(f"{drawn}, and --media names images; leave one of them out")
-    found, records = [], []
+    found = {}
     for label, reward in load_set(parse_words(words)).rewards.items():
-        findings = checks.check(reward, _examples(reward, **pictures))
-        found += findings
-        needs = sorted(reward.needs | reward.reads)
-        rows = [{**asdict(finding), "value": plain(finding.value)} for finding in findings]
-        records.append({"reward": label, "scale": reward.scale, "needs": needs, "findings": rows})
+        found[label] = checks.check(reward, _examples(reward, **pictures))
         if json != "-":
-            echo(f"{label}: {reward.scale}\nneeds: {', '.join(needs) or 'nothing'}")
-            show(checks.table(findings))
-    as_json(records, json)
-    if checks.failed(found):
+            needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
+            echo(f"{label}: {reward.scale}\nneeds: {needs}")
+            show(checks.table(found[label]))
+    as_json({label: [asdict(finding) for finding in own] for label, own in found.items()}, json)
+    if any(map(checks.failed, found.values())):
         raise typer.Exit(1)
 
 

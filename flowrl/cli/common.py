@@ -33,18 +33,6 @@ def complete_words(ctx: typer.Context, incomplete: str) -> list[str]:
     return [word.removeprefix(begun) for word in words if word.startswith(begun + incomplete)]
 
 
-def complete_models() -> list[str]:
-    from flowrl.config.compose import options
-
-    return options("model")
-
-
-def complete_rewards() -> list[str]:
-    from flowrl.runtime.registry import shipped
-
-    return shipped("flowrl.rewards")
-
-
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -267,7 +255,9 @@ def as_json(record: Any, target: str | None) -> bool:
 
     if target is None:
         return False
-    text = json.dumps(record, indent=2)
+    # NaN, of a sample without a score, is no JSON
+    plain = json.loads(json.dumps(record), parse_constant=lambda _: None)
+    text = json.dumps(plain, indent=2)
     if target != "-":
         write(Path(target), text + "\n")
         return False

@@ -15,8 +15,6 @@ from flowrl.cli.common import (
     Columns,
     Hints,
     call_arguments,
-    complete_models,
-    complete_rewards,
     named_values,
     next_steps,
     one_sentence_errors,
@@ -30,8 +28,7 @@ from flowrl.runtime.store.run_folder import is_run
 Model = Annotated[
     str,
     typer.Argument(
-        help="A run folder, a name of configs/model, a folder in diffusers layout, or a hub id.",
-        autocompletion=complete_models,
+        help="A run folder, a name of configs/model, a folder in diffusers layout, or a hub id."
     ),
 ]
 Prompts = Annotated[
@@ -75,11 +72,7 @@ Enough = Annotated[
 ]
 Chooser = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar=REWARD,
-        help="The reward that chooses, and its settings; once for each.",
-        autocompletion=complete_rewards,
-    ),
+    typer.Option(metavar=REWARD, help="The reward that chooses, and its settings; once for each."),
 ]
 Seed = Annotated[
     int, typer.Option(min=0, max=LARGEST_SEED, help="Equal seeds give equal pictures.")

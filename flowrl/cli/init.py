@@ -8,19 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import next_steps, one_sentence_errors, parse_config
+from flowrl.cli.common import complain, next_steps, one_sentence_errors, parse_config
 
-QUESTIONS = {  # option -> (question, its default for shapes-sd3, its default for other models)
+QUESTIONS = {  # option -> what is asked, and its default: for shapes-sd3, and for other models
     "model": ("Model: a name of `flowrl list models`, a folder or a hub id", "shapes-sd3", ""),
     "reward": ("Reward: a name of `flowrl list rewards`, or FILE.py:NAME", "shapes", "pickscore"),
     "prompts": ("Prompts: a file of them, or a name of `flowrl list data`", "shapes", "everyday"),
     "memory": (
         "Memory of the card: 24gb, 40gb, 80gb, or none: as the model has it",
         "none",
-        "24gb",
+        "none",
     ),
 }
-EMBEDDED = QUESTIONS["model"][1]
+TEMPLATE = Path(__file__).with_name("init.yaml")
 File = Annotated[Path, typer.Argument(help="The YAML file to write; it must not exist yet.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Ask nothing: take the defaults of the rest.")]
 
@@ -40,40 +40,36 @@ def init(
     """Ask four questions, and write a config with comments."""
     from flowrl.runtime.store.files import write
 
+    given = {"model": model, "reward": reward, "prompts": prompts, "memory": memory}
+    answers = {name: usual for name, (_, usual, _) in QUESTIONS.items()}
     with one_sentence_errors():
         if file.suffix not in (".yaml", ".yml"):
             raise ValueError(f'"{file}" should end in .yaml, as {file.with_suffix(".yaml")} does')
         if file.exists():
             raise ValueError(f"{file} exists; give another name, or remove it")
-        given = {"model": model, "reward": reward, "prompts": prompts, "memory": memory}
-        answers: dict[str, str] = {}
         for name, text in given.items():
-            answers[name] = _answer(name, text, answers, ask=not yes)
+            if text is None and not yes and not sys.stdin.isatty():
+                raise ValueError(f"questions are asked on a terminal; give --{name}, or --yes")
+            answers = _answered(answers, name, text, ask=not yes)
         write(file, _filled(file, answers))
     next_steps(f"flowrl train {file} --dry-run", f"flowrl train {file}")
 
 
-def _answer(name: str, given: str | None, before: dict[str, str], *, ask: bool) -> str:
-    """Take the answer that was given, or ask until there is one that flowrl takes."""
-    question, *defaults = QUESTIONS[name]
-    default = defaults[before.get("model", EMBEDDED) != EMBEDDED]
-
-    def checked(text: str) -> str:
-        usual = {name: question[1] for name, question in QUESTIONS.items()}
+def _answered(
+    answers: dict[str, str], name: str, given: str | None, *, ask: bool
+) -> dict[str, str]:
+    """Put in the answer that was given, or ask until there is one that flowrl takes."""
+    question, *usual = QUESTIONS[name]
+    default = usual[answers["model"] != QUESTIONS["model"][1]]
+    while True:
+        text = given or (typer.prompt(question, default, err=True) if ask else default)
         try:
-            parse_config(_words({**usual, **before, name: text}))
+            parse_config(_words({**answers, name: text}))
+            return {**answers, name: text}
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error  # typer asks the question again
-        return text
-
-    if given is None and ask:
-        if not sys.stdin.isatty():
-            raise ValueError(f"questions are asked on a terminal only; give --{name}, or --yes")
-        return str(typer.prompt(question, default, value_proc=checked, err=True))
-    try:
-        return checked(given or default)
-    except typer.BadParameter as error:
-        raise ValueError(error.message) from error
+            if given or not ask:
+                raise
+            complain(error)
 
 
 def _words(answers: dict[str, str]) -> list[str]:
@@ -100,20 +96,18 @@ def _filled(file: Path, answers: dict[str, str]) -> str:
     from flowrl.config.compose import options
     from flowrl.runtime.registry import label_of
 
-    cfg, label = parse_config(_words(answers)), label_of(answers["reward"])
-    usual = (
-        "quickstart" if answers["model"] == EMBEDDED else f"{answers['model']}-{answers['memory']}"
-    )
-    recipe = usual in options("experiment") and [*parse_config([usual]).reward] == [label]
-    template = Path(__file__).with_name("init.yaml").read_text(encoding="utf-8")
+    cfg, label, model = parse_config(_words(answers)), label_of(answers["reward"]), answers["model"]
+    recipe = "quickstart" if model == QUESTIONS["model"][1] else model
+    # a recipe's own reward would stay beside another one
+    suits = recipe in options("experiment") and [*parse_config([recipe]).reward] == [label]
     return (
         Environment(keep_trailing_newline=True)
-        .from_string(template)
+        .from_string(TEMPLATE.read_text("utf-8"))
         .render(
             **answers,
             file=file,
-            recipe=usual if recipe else None,
-            named=answers["model"] in options("model"),
+            recipe=recipe if suits else None,
+            named=model in options("model"),
             label=label,
             train=cfg.data.train,
             held_out=cfg.data.eval,

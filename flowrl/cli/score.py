@@ -18,7 +18,6 @@ from flowrl.cli.common import (
     Json,
     as_json,
     complain,
-    complete_rewards,
     next_steps,
     one_sentence_errors,
     parse_columns,
@@ -28,11 +27,7 @@ from flowrl.cli.common import (
 Media = Annotated[list[Path], typer.Argument(help="Files of images or videos, or folders of them.")]
 Rewards = Annotated[
     list[str],
-    typer.Option(
-        metavar=REWARD,
-        help="A reward and its settings; once for each.",
-        autocompletion=complete_rewards,
-    ),
+    typer.Option(metavar=REWARD, help="A reward and its settings; once for each."),
 ]
 Prompt = Annotated[str | None, typer.Option(help="The prompt of all images.")]
 Prompts = Annotated[

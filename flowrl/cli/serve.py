@@ -6,13 +6,11 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli.common import REWARD, complete_rewards, echo, one_sentence_errors
+from flowrl.cli.common import REWARD, echo, one_sentence_errors
 
 Rewards = Annotated[
     list[str],
-    typer.Argument(
-        metavar=REWARD, help="A reward and its settings.", autocompletion=complete_rewards
-    ),
+    typer.Argument(metavar=REWARD, help="A reward and its settings."),
 ]
 Host = Annotated[str, typer.Option(help="Address; beyond this machine it needs --token-env.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any.")]

@@ -22,8 +22,8 @@ TABS = {
     "flowrl train batch.gr": "batch.group=",
     "flowrl train algorithm = n": "nft",  # bash parts words at "="
     "flowrl budget reward = picks": "pickscore",
-    "flowrl generate shapes": "shapes-sd3",
-    "flowrl score a.png --reward aes": "aesthetic",
+    "flowrl show experiment = qui": "quickstart",
+    "flowrl score a.png --keep": "--keep-top",
 }
 CODE = f"""
 import json, os, sys
