@@ -11,8 +11,9 @@ from flowrl.config.load import load_config
 CASES = {  # options -> settings of the config that is written
     "": {"model.source": "package:flowrl.shapes/weights", "iterations": 50, "batch.group": 16},
     "--reward jpeg": {"reward": ["jpeg"], "batch.group": 8, "data.eval": "shapes:eval"},
-    "--model sdxl": {"reward": ["pickscore"], "model.quantize": "nf4", "train.precision": "bf16"},
-    "--model sdxl --memory none": {"model.quantize": "none", "sampler.steps": 20},
+    "--model sdxl": {"reward": ["pickscore"], "data.eval": "everyday:eval"},
+    "--model sdxl --memory 24gb": {"model.quantize": "nf4", "train.precision": "bf16"},
+    "--model sdxl --reward clip": {"reward": ["clip"], "sampler.steps": 20, "iterations": 100},
     "--model sd3.5-medium --prompts mine.txt": {"data.train": "mine.txt", "data.eval": None},
     "--model owner/name --reward mine.py:red --prompts hf:a/b --memory 80gb": {
         "model.source": "owner/name",
