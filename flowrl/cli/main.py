@@ -27,7 +27,6 @@ from flowrl.cli import (
 )
 from flowrl.cli import list as list_
 from flowrl.cli.common import Command, echo, write_sections
-from flowrl.runtime.install import foreign
 from flowrl.runtime.streams import keep_streams_open
 
 COMMANDS: dict[str, dict[str, Any]] = {  # heading -> its commands, in the order of `flowrl --help`
@@ -90,8 +89,6 @@ def options(version: Version = False) -> None:
 def main() -> None:
     """Entry point of the `flowrl` command."""
     keep_streams_open()
-    if found := foreign():
-        typer.echo(f"flowrl: {found}", err=True)
     try:
         app()
     except SystemExit as end:

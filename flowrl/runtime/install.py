@@ -13,7 +13,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from flowrl import __version__
+import flowrl
 
 EXTRAS = {  # imported package -> extra that installs it
     "av": "video",
@@ -28,7 +28,6 @@ EXTRAS = {  # imported package -> extra that installs it
     "wandb": "wandb",
 }
 ROOT = Path(__file__).resolve().parents[2]  # folder of the checkout; for a wheel, of its packages
-WHEEL = f"path/to/flowrl_align-{__version__}-py3-none-any.whl"
 COMMAND = "flowrl.cli.main:main"  # entry point of this distribution, also under its former name
 
 
@@ -40,7 +39,8 @@ def install_line(extra: str) -> str:
     ours = pip is not None and Path(pip).parent == python.parent
     said = "pip" if ours else f"{shlex.quote(sys.executable)} -m pip"
     if not (ROOT / "pyproject.toml").is_file():
-        return f"{said} install {shlex.quote(f'{WHEEL}[{extra}]')}"
+        wheel = f"path/to/flowrl_align-{flowrl.__version__}-py3-none-any.whl"
+        return f"{said} install {shlex.quote(f'{wheel}[{extra}]')}"
     root = "." if os.path.samefile(".", ROOT) else str(ROOT)
     return f"{said} install -e {shlex.quote(f'{root}[{extra}]')}"
 

@@ -5,6 +5,7 @@ import ast
 import importlib.metadata
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -14,7 +15,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import flowrl
-from flowrl.cli.main import main
 from flowrl.config.load import load_config
 from flowrl.runtime import install
 from flowrl.runtime.store.run_folder import environment
@@ -209,16 +209,27 @@ def planted(tmp_path, monkeypatch):
     return plant
 
 
-def test_the_command_line_says_that_a_foreign_flowrl_is_installed(
-    planted, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("theirs", [False, True], ids=["beside ours", "over ours"])
+def test_the_command_line_says_that_a_foreign_flowrl_is_installed(planted, tmp_path, theirs):
+    """Where its __init__ took the place of ours, an import of ours fails right behind that."""
     planted("")
-    monkeypatch.setattr(sys, "argv", ["flowrl", "--help"])
-    with pytest.raises(SystemExit) as end:
-        main()
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "another project" in line]
-    assert end.value.code == 0 and f"flowrl 0.2.0 in {tmp_path / 'flowrl'} is" in said
-    assert "pip uninstall flowrl flowrl-align" in said
+    paths = [str(tmp_path)] if theirs else [str(tmp_path), *sys.path[1:]]
+    if theirs:
+        (tmp_path / "flowrl").mkdir()
+        (tmp_path / "flowrl" / "__init__.py").write_text("")
+        for name in ("cli", "runtime"):
+            (tmp_path / "flowrl" / name).symlink_to(ROOT / "flowrl" / name)
+    code = f"import sys; sys.path[:0] = {paths}; from flowrl.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], cwd=tmp_path, capture_output=True, text=True
+    )
+    first, *rest = done.stderr.splitlines()
+    assert f"flowrl 0.2.0 in {tmp_path / 'flowrl'} is another project's" in first
+    assert "pip uninstall flowrl flowrl-align" in first
+    assert (done.returncode, done.stdout) == (
+        (1, "") if theirs else (0, f"flowrl {flowrl.__version__}\n")
+    )
+    assert "ImportError" in rest[-1] if theirs else not rest
 
 
 def test_an_installation_of_ours_under_the_old_name_is_not_foreign(planted):
