@@ -50,14 +50,19 @@ def choices() -> list[str]:
     return sorted({*SDES, *registry.installed(GROUP)})
 
 
+def check_known(name: str) -> None:
+    """ValueError with the nearest names for one that is neither ours nor outside."""
+    if name not in SDES and not registry.is_outside(GROUP, name):
+        raise ValueError(f'unknown sde "{name}"{registry.did_you_mean(name, choices())}')
+
+
 @functools.cache
 def find(name: str) -> Sde:
     """Return the step of a name; ValueError if it is unknown or cannot be a step."""
     if name in SDES:
         return _sde(SDES[name], SDES[name].transition)
+    check_known(name)
     what = f'sde "{name}"'
-    if not registry.is_outside(GROUP, name):
-        raise ValueError(f"unknown {what}{registry.did_you_mean(name, choices())}")
     found = registry.outside(GROUP, name, what="sde")
     own = _sde(found, getattr(found, "transition", found))
     _try_out(own, what)

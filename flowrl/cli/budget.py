@@ -24,13 +24,21 @@ def budget(
 ) -> None:
     """Say what a run will need, before it runs. Without a GPU and without weights: memory,
     seconds, rows and FLOPs of each phase, which cards it fits, and what makes it fit."""
+    from flowrl.config.facts import of_config
     from flowrl.runtime import log
-    from flowrl.training.budget import fit, roofline
-    from flowrl.training.budget.planner import Planner, check_known
+    from flowrl.runtime.excerpt import part
 
     log.setup()
     with one_sentence_errors():
         cfg = parse_config(overrides)
+        of_config(cfg)
+        if device != "cpu":
+            part("flowrl.training.budget.roofline", "known_gpu")(device)
+
+        from flowrl.training.budget import fit, roofline
+        from flowrl.training.budget.planner import Planner, check_known
+
+        log.hush()
         # mistakes in the words are reported before an architecture is built, which takes seconds
         check_known(cfg, gpus, machines)
         where = roofline.device(device).over(machines, gpus)

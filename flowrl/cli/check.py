@@ -16,8 +16,10 @@ from flowrl.cli.common import (
     Json,
     as_json,
     call_arguments,
+    check_model,
     echo,
     one_sentence_errors,
+    parse_rewards,
     show,
 )
 
@@ -68,6 +70,7 @@ def check(
         if reward:
             if pipeline or hints:
                 raise ValueError("--pipeline and --hints are for a model; leave them out")
+            parse_rewards(reward)
             if prompts and not media:
                 raise ValueError("--prompts are those of --media; give --media too")
             own = {**pictures, "prompts": Path(prompts) if prompts else None}
@@ -76,6 +79,7 @@ def check(
             options = "--media, --count, --frames and --json"
             raise ValueError(f"{options} are for a reward; give --reward NAME too")
         elif model is not None:
+            check_model(model)
             _check_model(model, prompts, pipeline, hints, dtype)
 
 
@@ -89,6 +93,7 @@ def _check_model(
     from flowrl.runtime import log
 
     log.setup()
+    log.hush()
     policy: Any = load_policy(model, hints=hints, dtype=DTYPES[dtype], **call_arguments(pipeline))
     if not hasattr(policy, "describe"):
         raise ValueError(f"{model} makes a {type(policy).__name__}; only pipelines are inferred")

@@ -4,6 +4,7 @@ mistake."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,14 +85,16 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # read as text: a Path would turn "" into "."
-        words = self.make_parser(ctx).parse_args([*args])[0]
+        with usage_errors(self):
+            words = self.make_parser(ctx).parse_args([*args])[0]
         for param in self.params:
             given, name = words.get(param.name or ""), max(param.opts, key=len)
             empty = "" in (given if isinstance(given, list | tuple) else (given,))
             if empty and name not in MAY_BE_EMPTY:
                 complain(f"{name} is empty; was a shell variable unset? give it, or leave it out")
                 raise typer.Exit(2)
-        rest = super().parse_args(ctx, args)
+        with usage_errors(self):
+            rest = super().parse_args(ctx, args)
         with one_sentence_errors():
             ctx.params = {name: _written_out(value) for name, value in ctx.params.items()}
         return rest
@@ -119,6 +122,42 @@ def write_sections(formatter: Any, rows: Sequence[tuple[str, tuple[str, str]]]) 
             formatter.write_dl([row for under, row in rows if under == heading])
 
 
+@contextmanager
+def usage_errors(command: Any) -> Iterator[None]:
+    """Print a mistake in the form of a command line as one sentence, too."""
+    try:
+        yield
+    except typer.BadParameter.__mro__[1] as error:  # click's UsageError, which typer hides
+        option = getattr(error, "option_name", None)
+        own = [name for param in command.params for name in param.opts] if option else []
+        said = _unknown_option(option, own) if option else error.format_message().rstrip(".")
+        whole = " ".join(dict.fromkeys(("flowrl", command.name)))
+        complain(f"{said} (`{whole} -h` shows how it is written)")
+        raise typer.Exit(2) from None
+
+
+def _unknown_option(option: str, own: list[str]) -> str:
+    """Say of an option that is not there how it is called here. own: those of the command."""
+    from flowrl.config.compose import GROUPS
+    from flowrl.config.load import synonym
+    from flowrl.config.overrides import as_loop
+    from flowrl.config.schemas import settings
+    from flowrl.runtime.registry import did_you_mean
+
+    key, what = option.lstrip("-"), f"there is no option {option}"
+    last = key.rpartition(".")[2]
+    if "--resume" not in own and "--gpus" not in own:  # it takes no settings
+        known = synonym(last, "options")
+        return what + (f"; here it is {known}" if known else did_you_mean(option, own))
+    if last in ("m", "multirun"):
+        return f"{what}, and a command makes one run{as_loop('seed', (0, 1))}"
+    known = synonym(last)
+    same = [k for k in (*GROUPS, *(settings("config") or ())) if f".{k}".endswith(f".{last}")]
+    if same and (not known or key in same):
+        return f"{what}: a setting is written without dashes, {same[0]}=VALUE"
+    return what + (f"; here it is {known}" if known else did_you_mean(option, own))
+
+
 def _written_out(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_written_out(entry) for entry in value]
@@ -136,7 +175,7 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        from flowrl.rewards import RewardBug, RewardUnavailable
+        from flowrl.rewards.core.failures import RewardBug, RewardUnavailable
         from flowrl.runtime.memory import ran_out
         from flowrl.runtime.store.files import WriteError
 
@@ -193,6 +232,44 @@ def parse_config(overrides: list[str] | None) -> Any:
             f'"{name}" is not a YAML file, experiment or key=value{did_you_mean(name, experiments)}'
         )
     return load_config(name, words)
+
+
+def parse_run(overrides: list[str] | None, resume: Path | None = None) -> Any:
+    """Load the Config of a run that starts, or goes on; ValueError where its words alone say that
+    it would not."""
+    from flowrl.config.facts import of_config
+    from flowrl.config.load import load_config
+    from flowrl.runtime.store.run_folder import config_file
+
+    if resume is None:
+        cfg = parse_config(overrides)
+    elif (resume / "checkpoints").is_dir() and not (resume / "config.yaml").is_file():
+        from flowrl.training.resume import config_of
+
+        cfg = config_of(resume, overrides)  # the checkpoint holds it too
+    else:
+        cfg = load_config(config_file(resume), overrides or ())
+    of_config(cfg, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    return cfg
+
+
+def parse_rewards(words: list[str]) -> dict[str, dict[str, Any]]:
+    """Read NAME, NAME=WEIGHT and NAME.SETTING=VALUE of rewards, whose settings are judged before
+    torch is imported and anything is loaded."""
+    from flowrl.rewards.core.find import check_settings
+    from flowrl.rewards.core.words import parse_words
+
+    entries = parse_words(words)
+    check_settings(entries)
+    return entries
+
+
+def check_model(name: str) -> None:
+    """ValueError for a name that no model has."""
+    from flowrl.config.rules import unknown_model
+
+    if problem := unknown_model(name):
+        raise ValueError(problem)
 
 
 def parse_number(option: str, text: str) -> float:

@@ -18,7 +18,7 @@ def env(json: Json = None) -> None:
     from flowrl.runtime import log
     from flowrl.runtime.store.run_folder import environment
 
-    log.setup()  # keeps libraries quiet
+    log.hush()  # keeps libraries quiet
     found = environment() | _devices()
     for package in OPTIONAL:
         try:

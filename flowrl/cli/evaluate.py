@@ -86,25 +86,30 @@ def evaluate(
 ) -> None:
     """Measure a run on held-out prompts or on a suite. Takes the averaged weights of the newest
     checkpoint; results join its report, unless they go elsewhere."""
-    from flowrl.evaluation.places import places
     from flowrl.runtime import log
-    from flowrl.runtime.processes.world import here
+    from flowrl.runtime.store.run_folder import config_file
 
     log.setup()
     with one_sentence_errors():
-        world = here()
         scale = None if guidance is None else parse_guidance(guidance)
         how: dict[str, Any] = {"images": images, "steps": steps, "guidance": scale, "rlg": rlg}
         of_suites: dict[str, Any] = {"best_of": best_of, "count": count, "prompts": prompts}
         words = {"rewards": reward or (), "held_out": held_out or ()}
-        # three cases: with a suite, with options that need one, or on the run's own prompts
-        if suite is not None:
-            chosen = {"seed": seed or 0, **how, **of_suites, **words}
-            _evaluate_suite(runs, suite, output, world, json, **chosen)
-        elif len(runs) > 1 or any((*of_suites.values(), reward, held_out)):
+        if suite is None and (len(runs) > 1 or any((*of_suites.values(), reward, held_out))):
             options = "--best-of, --count, --prompts, --reward and --held-out"
             needs = f"several runs, {options} need a suite"
             raise ValueError(f"{needs}; add --suite shapes, for example")
+        if suite is None:
+            config_file(runs[0])  # raises ValueError where the folder is not a run
+
+        from flowrl.evaluation.places import places
+        from flowrl.runtime.processes.world import here
+
+        log.hush()
+        world = here()
+        if suite is not None:
+            chosen = {"seed": seed or 0, **how, **of_suites, **words}
+            _evaluate_suite(runs, suite, output, world, json, **chosen)
         else:
             with places(runs, output, DOING, world) as into:
                 _evaluate_run(runs[0], into[runs[0]], world, json, seed=seed, **how)

@@ -15,13 +15,16 @@ from flowrl.cli.common import (
     Columns,
     Hints,
     call_arguments,
+    check_model,
     named_values,
     next_steps,
     one_sentence_errors,
     parse_columns,
     parse_guidance,
+    parse_rewards,
     show,
 )
+from flowrl.runtime.excerpt import part
 from flowrl.runtime.paths import expanded
 from flowrl.runtime.store.run_folder import is_run
 
@@ -109,30 +112,34 @@ def generate(
 ) -> None:
     """Make images or videos."""
     from flowrl.config.compose import is_embedded
-    from flowrl.data import prompts as data_prompts
-    from flowrl.data.media import MEDIA_SUFFIXES, check_output
-    from flowrl.rewards import load_set, parse_words
-    from flowrl.rollouts.inference import generate as generation
     from flowrl.runtime import log
 
     log.setup()
     with one_sentence_errors():
+        # words first: so far nothing imports torch
         model = expanded(model)
-        if output:
-            check_output(output)
+        _judge(model, output, pipeline, scaled=rlg != 1 and lora is None)
+        named = parse_columns(columns)
         how: dict[str, Any] = {"steps": steps, "seed": seed, "rlg": rlg, "best_of": best_of}
-        how["guidance"] = parse_guidance(guidance)
-        if rlg != 1 and lora is None and not is_run(model):
-            raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
-        how |= {"search": _search(search, calls), "refine": _refine(refine, enough)}
-        chooser = load_set(parse_words(reward)) if reward else None
-        asked = data_prompts.of_words(prompts, parse_columns(columns))
-        how |= {"reward": chooser, "meta": _meta_of(chooser, asked)}
-        if chooser and best_of == 1 and not (search or refine):
+        how |= {"guidance": parse_guidance(guidance), "search": _search(search, calls)}
+        chosen = parse_rewards(reward) if reward else None
+        part("flowrl.rollouts.inference.generate", "check_way")(best_of, search, refine, chosen)
+        if chosen and best_of == 1 and not (search or refine):
             raise ValueError(
                 "--reward chooses among samples, and one is made of each prompt; add --best-of 4,"
                 " --search or --refine, or leave --reward out"
             )
+        how["refine"] = _refine(refine, enough)
+
+        from flowrl.data import prompts as data_prompts
+        from flowrl.data.media import MEDIA_SUFFIXES
+        from flowrl.rewards import load_set
+        from flowrl.rollouts.inference import generate as generation
+
+        log.hush()
+        chooser = load_set(chosen) if chosen else None
+        asked = data_prompts.of_words(prompts, named)
+        how |= {"reward": chooser, "meta": _meta_of(chooser, asked)}
         # the words are checked before this line, because loading a model takes minutes
         policy = _load(model, lora, pipeline, hints)
         _check_scale(policy, guidance, pipeline)
@@ -144,6 +151,18 @@ def generate(
         usual = "clip.preset=shapes" if is_embedded(model) else "clip"
         rewards = " ".join(f"--reward {word}" for word in reward or [usual])
         next_steps(f"flowrl score {quote(str(saved[0]))} --prompt {quote(first)} {rewards}")
+
+
+def _judge(model: str, output: Path | None, pipeline: list[str] | None, *, scaled: bool) -> None:
+    """Raise ValueError for what is wrong with these words. scaled: --rlg is given, and no LoRA."""
+    if output:
+        part("flowrl.data.media", "check_output")(output)
+    named_values("--pipeline", pipeline, "height=512", lambda name: frozenset())
+    if is_run(model):
+        return
+    if scaled:
+        raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
+    check_model(model)
 
 
 def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str | None) -> Any:
@@ -182,7 +201,6 @@ def _search(words: list[str] | None, calls: int | None) -> Any:
     """Build a Search from HOW and SETTING=VALUE; return None where no search is asked for."""
     from dataclasses import fields
 
-    from flowrl.rollouts.search import Search
     from flowrl.runtime.registry import did_you_mean
 
     if not words:
@@ -195,22 +213,23 @@ def _search(words: list[str] | None, calls: int | None) -> Any:
             "--search needs one way (random, zero_order or tree), and --calls, the most network"
             " calls that a prompt may cost"
         )
+    Search = part("flowrl.rollouts.search", "Search")
     given = named_values("--search", own, "radius=0.2", lambda name: frozenset())
     known = [f.name for f in fields(Search)[2:]]
     for name in given:
         if name not in known:
             raise ValueError(f"--search {name}: no such setting{did_you_mean(name, known)}")
-    return Search(how=ways[0], calls=calls, **given)  # type: ignore[arg-type]
+    return Search(how=ways[0], calls=calls, **given)
 
 
 def _refine(rounds: int | None, enough: float | None) -> Any:
     """Build a Refine of this many rounds; return None where no refinement is asked for."""
-    from flowrl.rollouts.inference.refine import Refine
-
     if rounds is None:
         if enough is not None:
             raise ValueError(f"--enough {enough:g} is read with --refine; add --refine 1")
         return None
+    from flowrl.rollouts.inference.refine import Refine
+
     return Refine(rounds=rounds, enough=enough)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated
@@ -9,6 +10,8 @@ from typing import Annotated
 import typer
 
 from flowrl.cli.common import Json, as_json, echo, one_sentence_errors
+
+WIDTH = 100  # most columns of a line
 
 
 def list_choices(
@@ -22,8 +25,8 @@ def list_choices(
 ) -> None:
     """List what a config can name."""
     from flowrl.config.compose import GROUPS, installed, options
+    from flowrl.runtime.excerpt import part
     from flowrl.runtime.registry import choices, did_you_mean
-    from flowrl.samplers import sde
 
     def names(group: str) -> list[str]:
         return sorted({*options(group), *installed(group)})
@@ -34,7 +37,7 @@ def list_choices(
         for group in GROUPS
     }
     kinds["rewards"] = partial(choices, "flowrl.rewards")
-    kinds["samplers"] = sde.choices
+    kinds["samplers"] = part("flowrl.samplers.sde", "choices")
     kinds["suites"] = partial(options, "suite")
     with one_sentence_errors():
         if what is not None and what not in kinds:
@@ -42,5 +45,32 @@ def list_choices(
         listed = {name: kinds[name]() for name in ([what] if what else kinds)}
         if as_json(listed, json):
             return
-    for name, choices_of in listed.items():
-        echo(f"{name}: {', '.join(choices_of)}")
+    if what:
+        width = max(map(len, listed[what]), default=0) + 2
+        for name in listed[what]:
+            echo(_shortened(f"{name:{width}}{_said(what, name)}"))
+        return
+    for kind, choices_of in listed.items():
+        line = f"{kind}: {', '.join(choices_of)}"
+        echo(textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _said(kind: str, name: str) -> str:
+    """Say what a name of a list stands for: the scale of a reward, or the first sentence of a file
+    of configs/; "" of what others bring."""
+    from flowrl.config.compose import config_folder
+    from flowrl.runtime.registry import declared, shipped
+
+    if kind == "rewards" and name in shipped("flowrl.rewards"):
+        return str(declared("flowrl.rewards", name, "REWARD", "scale", what="reward"))
+    group = kind if kind in ("data", "memory") else kind.removesuffix("s")
+    path = config_folder() / group / f"{name}.yaml"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    told = (line.removeprefix("# ") for line in lines if line.startswith("# "))
+    return " ".join(line for line in told if not line.startswith("@package"))
+
+
+def _shortened(line: str) -> str:
+    """Cut a line at a word, so that it fits the width."""
+    line = line.rstrip()
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3].rpartition(' ')[0]}..."

@@ -26,7 +26,7 @@ from flowrl.cli import (
     train,
 )
 from flowrl.cli import list as list_
-from flowrl.cli.common import Command, echo, write_sections
+from flowrl.cli.common import Command, echo, usage_errors, write_sections
 from flowrl.runtime.streams import keep_streams_open
 
 COMMANDS: dict[str, dict[str, Any]] = {  # heading -> its commands, in the order of `flowrl --help`
@@ -45,6 +45,10 @@ COMMANDS: dict[str, dict[str, Any]] = {  # heading -> its commands, in the order
 
 class Commands(TyperGroup):
     """All commands, whose help lists them under their headings."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        with usage_errors(self):
+            return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [

@@ -24,8 +24,6 @@ def report(
     run: Annotated[Path, typer.Argument(help="A run folder.")], output: Output = None
 ) -> None:
     """Write the report of a run, one HTML file that holds everything."""
-    from flowrl.evaluation.places import own
-    from flowrl.report import run_page
     from flowrl.runtime.store import run_folder
 
     with one_sentence_errors():
@@ -33,5 +31,8 @@ def report(
             raise ValueError(f'"{output.name}": the page is an .html file; end --output in .html')
         if output is None:
             run_folder.read(run)  # raises ValueError where the folder is not a run
+        from flowrl.evaluation.places import own
+        from flowrl.report import run_page
+
         with nullcontext() if output else own(run, "flowrl report"):
             show(f"{run_page.build(run, output)}", wrap=True)

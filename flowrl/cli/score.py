@@ -21,8 +21,10 @@ from flowrl.cli.common import (
     next_steps,
     one_sentence_errors,
     parse_columns,
+    parse_rewards,
     show,
 )
+from flowrl.runtime.excerpt import part
 
 Media = Annotated[list[Path], typer.Argument(help="Files of images or videos, or folders of them.")]
 Rewards = Annotated[
@@ -74,20 +76,26 @@ def score(
 ) -> None:
     """Score images or videos by rewards. With --output, also write the folder that `flowrl train`
     learns from offline."""
-    from flowrl.data import scored_folder
-    from flowrl.data.media import MEDIA_SUFFIXES, has_frames
-    from flowrl.data.samples import collect
-    from flowrl.report import terminal
-    from flowrl.rewards import load_set, parse_words
-    from flowrl.rewards.core import files
     from flowrl.runtime import log
 
-    log.setup(libraries=verbose)
+    log.setup()
     with one_sentence_errors(), _calm(verbose):
-        # everything the user gave is checked before anything is scored
-        top = scored_folder.parse_keep(keep_top) if keep_top is not None else None
-        rewards = load_set(parse_words(reward))
-        chosen: Any = {"prompts": prompts, "columns": parse_columns(columns)}
+        # everything the user gave is checked before anything is scored; words need no torch
+        parse_keep = part("flowrl.data.scored_folder", "parse_keep")
+        top = parse_keep(keep_top) if keep_top is not None else None
+        entries, named = parse_rewards(reward), parse_columns(columns)
+
+        from flowrl.data import scored_folder
+        from flowrl.data.media import MEDIA_SUFFIXES, has_frames
+        from flowrl.data.samples import collect
+        from flowrl.report import terminal
+        from flowrl.rewards import load_set
+        from flowrl.rewards.core import files
+
+        if not verbose:
+            log.hush()
+        rewards = load_set(entries)
+        chosen: Any = {"prompts": prompts, "columns": named}
         found = collect(media, prompt=prompt, **chosen, suffixes=MEDIA_SUFFIXES)
         samples = files.with_meta(found, rewards)
         if frames and not any(has_frames(path) for path in {s.path for s in samples}):

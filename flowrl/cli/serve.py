@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli.common import REWARD, echo, one_sentence_errors
+from flowrl.cli.common import REWARD, echo, one_sentence_errors, parse_rewards
 
 Rewards = Annotated[
     list[str],
@@ -38,12 +38,13 @@ def serve(
     device: Device = None,
 ) -> None:
     """Serve rewards to other processes; reward=remote asks them."""
-    from flowrl.rewards import parse_words
-    from flowrl.rewards.server.app import Server
-
     with one_sentence_errors():
+        entries = parse_rewards(reward)  # the words, before torch is imported
+
+        from flowrl.rewards.server.app import Server
+
         server = Server(
-            parse_words(reward),
+            entries,
             host=host,
             port=port,
             token_env=token_env,

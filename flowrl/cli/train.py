@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Overrides, next_steps, one_sentence_errors, parse_config, show, stop
+from flowrl.cli.common import Overrides, next_steps, one_sentence_errors, parse_run, show, stop
 
 Resume = Annotated[
     Path | None,
@@ -42,18 +42,19 @@ def train(
 ) -> None:
     """Train, and say first what an iteration will cost."""
     from flowrl.runtime import log
-    from flowrl.runtime.memory import ran_out
-    from flowrl.training import outputs
-    from flowrl.training.records import NothingTrained
-    from flowrl.training.resume import config_of
-    from flowrl.training.train import start
 
     log.setup()
     # Until the run has started, an error is the user's: one sentence, and exit code 2.
     with one_sentence_errors():
         if accept_changes and resume is None:
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
-        cfg = config_of(resume, overrides) if resume else parse_config(overrides)
+        cfg = parse_run(overrides, resume)  # judges the words; what follows needs torch
+        from flowrl.runtime.memory import ran_out
+        from flowrl.training import outputs
+        from flowrl.training.records import NothingTrained
+        from flowrl.training.train import start
+
+        log.hush()
         trainer = start(cfg, resume=resume, accept_changes=accept_changes)
         if dry_run:
             outputs.rehearse(trainer)

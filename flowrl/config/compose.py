@@ -243,9 +243,7 @@ def leave_out(tree: Any, override: Override, value: Any, problems: list[str]) ->
     holder = OmegaConf.select(tree, parent) if parent else tree
     if not OmegaConf.is_dict(holder) or last not in holder:
         near = registry.did_you_mean(last, map(str, holder or ()))
-        problems.append(
-            f'"{override.text}" leaves out what was chosen, and there is no {override.key}{near}'
-        )
+        problems.append(f'"{override.text}": no such reward or setting was chosen{near}')
     elif value is not None and value != holder[last]:
         problems.append(f'"{override.text}": the value is {holder[last]}')
     else:

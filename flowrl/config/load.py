@@ -280,11 +280,12 @@ def _nearest_keys(key: str, algorithm: Any) -> str:
     return registry.did_you_mean(key, siblings if section else valid)
 
 
-def synonym(name: str) -> str | None:
-    """flowrl's name for a name of other trainers; None: not known. Options count, too: --lr as
-    lr."""
-    table: dict[str, str] = yaml.safe_load(FILE_OF_SYNONYMS.read_text(encoding="utf-8"))
-    return table.get(name.strip("-").replace("-", "_").lower())
+def synonym(name: str, table: str = "settings") -> str | None:
+    """flowrl's name for a name of other trainers; None: not known. table: settings, or options of
+    commands that take none. Options count, too: --learning-rate as learning_rate."""
+    known = yaml.safe_load(FILE_OF_SYNONYMS.read_text(encoding="utf-8"))[table]
+    found: str | None = known.get(name.strip("-").replace("-", "_").lower())
+    return found
 
 
 def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:

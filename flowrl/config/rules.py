@@ -34,7 +34,7 @@ def _is_table(source: str | None) -> bool:
     return bool(source) and is_table(source)
 
 
-def _unknown_model(source: str) -> str:
+def unknown_model(source: str) -> str:
     """The sentence of a name that no model has; "" of all others, which are found when loaded."""
     if registry.is_outside("flowrl.models", source) or registry.is_live(source):
         return ""
@@ -56,7 +56,7 @@ RULES = (
         lambda start: f"train.init_lora={start} does not exist{nearby(start)}",
         when=lambda start: start and not Path(start).exists(),
     ),
-    Rule(("model.source",), _unknown_model),
+    Rule(("model.source",), unknown_model),
     Rule(
         ("model.encoders", "train.parts"),
         "{0} is for frozen text encoders, and {1} has text_encoder, which is needed in every"

@@ -123,14 +123,27 @@ def _defined(node: ast.stmt) -> Iterator[str]:
         yield from (n.id for n in written if isinstance(n.ctx, ast.Store))
 
 
-def _read(node: ast.AST, *, function: bool = False) -> Iterator[str]:
-    """Names that code reads as it runs or is called; what annotates a function is never read."""
+def _read(node: ast.AST, local: frozenset[str] | None = None) -> Iterator[str]:
+    """Names of the module that code reads as it runs or is called. local: names of the function
+    around it, whose annotations are never read; None: there is no function around it."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield node.id
-    function = function or isinstance(node, ast.FunctionDef)
+        yield from {node.id} - (local or frozenset())
+    own = local
+    if isinstance(node, ast.FunctionDef | ast.Lambda):
+        inside = [*ast.walk(node)]
+        own = (local or frozenset()) | {n.arg for n in inside if isinstance(n, ast.arg)}
+        own |= {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     for name, value in ast.iter_fields(node):
-        if function and name in ("annotation", "returns"):
+        if own is not None and name in ("annotation", "returns"):
             continue
         for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, ast.AST):
-                yield from _read(part, function=function)
+            if isinstance(part, ast.arguments):
+                yield from (name for default in _defaults(part) for name in _read(default, local))
+            elif isinstance(part, ast.AST):
+                yield from _read(part, own if name == "body" else local)
+
+
+def _defaults(arguments: ast.arguments) -> Iterator[ast.expr]:
+    """Default values of arguments, which are read where the function is defined."""
+    yield from arguments.defaults
+    yield from filter(None, arguments.kw_defaults)

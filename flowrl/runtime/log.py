@@ -26,16 +26,10 @@ def _one_line(record: logging.LogRecord) -> bool:
 logger.addFilter(_one_line)
 
 
-def setup(level: str = "INFO", *, libraries: bool = False) -> None:
-    """Send flowrl's messages to stderr through rich; diffusers and transformers report errors
-    only, without progress bars.
-
-    libraries: leave their messages as they are.
-    """
+def setup(level: str = "INFO") -> None:
+    """Send flowrl's messages to stderr through rich."""
     from rich.logging import RichHandler
 
-    if not libraries:
-        _hush()
     if not logger.handlers:
         logger.addHandler(
             RichHandler(console=_console(), show_path=False, show_time=False, markup=False)
@@ -60,7 +54,7 @@ for _name, _words in CHATTER.items():
     logging.getLogger(_name).addFilter(partial(_tells, _words))
 
 
-def _hush() -> list[tuple[Any, int, bool]]:
+def hush() -> list[tuple[Any, int, bool]]:
     """Let diffusers and transformers report errors only, and show no progress bars.
 
     Return their earlier settings: (logging, verbosity, bars).
@@ -79,7 +73,7 @@ def _hush() -> list[tuple[Any, int, bool]]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, diffusers and transformers report errors only and show no progress bars."""
-    before = _hush()
+    before = hush()
     try:
         yield
     finally:

@@ -70,9 +70,37 @@ any other model, by name, path or hub id, `train`, `show` and `budget` ask for b
 train it on toy prompts, and what its rewards hold in memory is part of its budget. Prompts and
 rewards that a script hands to `flowrl.train` count.
 
-An unknown key, option or value stops with a sentence that names the nearest valid ones (exit code
-2), and nothing is written. A YAML file holds at most 1 MB, 50 levels, each key once, and
-10,000 values with its aliases written out (from OmegaConf 2.4 on).
+Words of the command line have the grammar of Hydra:
+
+| word | what it does |
+|---|---|
+| `quickstart`, `mine.yaml` | as the first word: build on an experiment or a YAML file |
+| `algorithm=nft` | choose a file of `configs/algorithm`; so do the other five |
+| `batch.group=16` | set a value, wherever the word stands |
+| `reward.clip=0.5` | add a reward with its weight |
+| `~reward.shapes` | leave out a reward or another key that was chosen; `~reward`: all rewards |
+| `+model.pipeline.width=512` | add a key, and be refused if it is there; `++` sets it in any case |
+| `'train.parts=[denoiser,text_encoder]'` | a list; the shell wants quotes around brackets |
+
+In a YAML file the list `defaults` chooses files of `configs/`, and the sections below it win:
+
+```yaml
+defaults: [{override /model: sd3.5-medium}, {override /algorithm: nft}, {override /reward: null}]
+reward: {clip: 1.0}
+batch: {group: 16}
+```
+
+A run takes one value of each setting. Several seeds, or values to compare, are several runs, each
+with a folder of its own; `-m` and `seed=0,1` are answered with this loop:
+
+```bash
+for v in 0 1 2; do flowrl train quickstart seed=$v output=runs/seed-$v; done
+```
+
+An unknown key, option or value stops with a sentence that names the nearest valid ones, or what a
+name of TRL, kohya's scripts, SimpleTuner or diffusers is called here (exit code 2), and nothing is
+written. Words are judged before torch is imported. A YAML file holds at most 1 MB, 50 levels, each
+key once, and 10,000 values with its aliases written out (from OmegaConf 2.4 on).
 
 A value that is empty is refused, as that of `output=$RUN` where the variable is unset; so are empty
 options (`--resume ""`) and an empty text in a file or a script where a setting may be none.

@@ -217,7 +217,8 @@ def test_show_prints_a_config_that_reads_back(tmp_path):
 def test_list_names_every_choice():
     result = small.invoke("list")
     assert result.exit_code == 0
-    listed = dict(line.split(": ") for line in result.output.splitlines())
+    assert max(map(len, result.output.splitlines())) <= 100
+    listed = dict(line.split(": ") for line in result.output.replace("\n  ", " ").splitlines())
     kinds = {"models", "algorithms", "rewards", "samplers", "data", "experiments", "suites"}
     assert listed.keys() == kinds | {"memory"} and "24gb" in listed["memory"]
     assert "flow_sde" in listed["samplers"]
@@ -226,7 +227,10 @@ def test_list_names_every_choice():
     assert json.loads(small.invoke("list", "--json", "-").stdout)["samplers"] == listed[
         "samplers"
     ].split(", ")
-    assert small.invoke("list", "rewards").output == f"rewards: {listed['rewards']}\n"
+    for kind, names in listed.items():
+        lines = small.invoke("list", kind).output.splitlines()
+        assert [line.split()[0] for line in lines] == names.split(", ")
+        assert max(map(len, lines)) <= 100
 
 
 def test_check_shows_a_model_and_tries_a_reward():

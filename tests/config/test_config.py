@@ -388,7 +388,7 @@ def test_all_problems_are_reported_together():
             'to choose a file of configs/model, write "defaults: [{override /model: shapes-sd3}]"',
         ),
         ("1: 2\n", '"1" is not a key'),
-        ("defaults: 3\n", "defaults must be a list"),
+        ("defaults: 3\n", "defaults=3 should be a list of the files"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, text, sentence):

@@ -3,12 +3,15 @@
 import re
 
 import pytest
+import typer
 import yaml
 
 from flowrl import load_config
+from flowrl.cli.main import app
 from flowrl.config import ConfigError, load, schemas
 
-TABLE = yaml.safe_load(load.FILE_OF_SYNONYMS.read_text())
+TABLES = yaml.safe_load(load.FILE_OF_SYNONYMS.read_text())
+TABLE = TABLES["settings"]
 # of the issue and of the scripts of TRL, kohya, SimpleTuner and diffusers
 WANTED = """
     learning_rate resolution train_batch_size num_generations kl beta wandb report_to prompts rank
@@ -35,6 +38,14 @@ def test_what_a_synonym_names_is_in_the_schema():
         named = re.findall(r"(?<![\w/])[a-z]+\.[a-z_.]*[a-z]", said)
         for key in {first[0].strip("`"), *named} - {"file.py"}:
             assert key in known or key.startswith("model.pipeline."), (name, key)
+
+
+def test_what_a_synonym_of_an_option_names_is_an_option():
+    commands = typer.main.get_command(app).commands
+    known = {o for name in ("generate", "score") for p in commands[name].params for o in p.opts}
+    for name, said in TABLES["options"].items():
+        assert set(re.findall(r"--[a-z-]+", said)) <= known and said.startswith("--"), name
+        assert load.synonym(f"--{name}", "options") == said
 
 
 def test_every_name_that_people_bring_is_answered_by_ours():

@@ -28,8 +28,9 @@ OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score 
 def known_sde(name: str) -> str:
     """Return the name of a denoising step, a file's path made absolute; raise ValueError for an
     unknown name."""
-    if (name := registry.absolute(name)) not in sde.SDES:
-        sde.find(name)  # only other names are looked up, because that needs torch
+    sde.check_known(name := registry.absolute(name))
+    if name not in sde.SDES:
+        sde.find(name)  # a step of one's own is tried, which needs torch
     return name
 
 

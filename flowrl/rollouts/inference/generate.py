@@ -83,8 +83,13 @@ def generate(
 def _way(
     request: SampleRequest, best_of: int, search: Search | None, refine: Refine | None, reward: Any
 ) -> Search | Refine | None:
-    """Choose how samples are made better; None: they are not. Two ways, or a way without a reward
-    -> ValueError."""
+    """Choose how samples are made better; None: they are not. ValueError: see `check_way`."""
+    check_way(best_of, search, refine, reward)
+    return Search(how="random", calls=best_of * request.cost) if best_of > 1 else search or refine
+
+
+def check_way(best_of: int, search: Any, refine: Any, reward: Any) -> None:
+    """ValueError for two ways to make samples better, or for one without a reward."""
     if best_of < 1 or (best_of > 1 and reward is None):
         raise ValueError(
             f"best_of={best_of} needs best_of >= 1 and, above 1, a reward to choose by, such as"
@@ -99,7 +104,6 @@ def _way(
             f"{named[0]} needs a reward that says which sample is better, such as"
             f" reward='{'clip' if search else 'rationalrewards'}'"
         )
-    return Search(how="random", calls=best_of * request.cost) if best_of > 1 else search or refine
 
 
 def _made(request: SampleRequest, way: Search | Refine | None, reward: Any) -> Tensor:

@@ -118,8 +118,11 @@ NAMES = [*GPUS, "cpu"]
 
 def device(name: str) -> Device:
     """Find a device by name; "cpu" is this machine's, timed in a second. ValueError for another."""
-    if name == "cpu":
-        return this_cpu()
+    return this_cpu() if name == "cpu" else known_gpu(name)
+
+
+def known_gpu(name: str) -> Device:
+    """Find a GPU by name; ValueError for another."""
     if name not in GPUS:
         raise ValueError(
             f'unknown device "{name}"{did_you_mean(name, NAMES)}; known are {", ".join(NAMES)}'
