@@ -42,6 +42,7 @@ from flowrl.runtime.store import lines
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
+AT_ONCE = 64  # most pairs of picture and question in one call of the answerer
 YES = 0.5  # least answer that is a yes
 
 
@@ -74,9 +75,6 @@ class Settings(Base):
             "Number of frames of a video, evenly spaced, about which each question is asked;"
             " answers are averaged."
         ),
-    )
-    chunk: int = pydantic.Field(
-        64, ge=1, description="Most pairs of picture and question in one call of the answerer."
     )
     log: str | None = pydantic.Field(
         None, description="A .jsonl file that gets a line with all answers for each scored sample."
@@ -248,8 +246,8 @@ class Checklist(Reward):
             if check_of(question) == "vlm"
         ]
         out: list[float] = []
-        for start in range(0, len(asked), self.settings.chunk):
-            part = asked[start : start + self.settings.chunk]
+        for start in range(0, len(asked), AT_ONCE):
+            part = asked[start : start + AT_ONCE]
             texts = [lists[p][q]["question"] for p, q in part]
             out += self._judge(pictures[[p for p, _ in part]], texts)
         return dict(zip(asked, out, strict=True))

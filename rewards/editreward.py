@@ -5,7 +5,7 @@ The network is MiMo-VL-7B or Qwen2.5-VL-7B. Reference: github.com/TIGER-AI-Lab/E
 checkpoints are `ranknet_multi_head` with mean pooling). Source and edited picture, 200,704 pixels
 each, pass the network twice: once under a rubric for following the instruction, once under one for
 visual quality. Each pass has its own head, which gives (mu, log sigma) at the token <|Reward|>; the
-pairs are pooled and the reward is the pooled mu. The rubrics belong to the model and are read from
+pairs are averaged and the reward is the mean mu. The rubrics belong to the model and are read from
 files. Departures are those of networks/vlm.py.
 """
 
@@ -50,13 +50,10 @@ class Settings(SourceSettings, vlm.Settings):
     quality: str | None = pydantic.Field(
         None, description=f"Text file with the second head's rubric: {ORIGINS['quality']}."
     )
-    pooling: Literal["mean", "min", "sum"] = pydantic.Field(
-        "mean", description="How two heads become one score; the released models use mean."
-    )
 
 
 class EditReward(Sourced):
-    """Pooled mean of two preference distributions, unbounded.
+    """Mean of two preference distributions, unbounded.
 
     It needs the picture before the edit; the prompt is the instruction.
     """
@@ -64,10 +61,7 @@ class EditReward(Sourced):
     Settings = Settings
     name = "editreward"
     networks = NUMBERS
-    scale = (
-        "pooled mean (mu) of following the instruction and of visual quality by EditReward,"
-        " unbounded"
-    )
+    scale = "mean (mu) of following the instruction and of visual quality by EditReward, unbounded"
     quality = True
     reads_prompt = True
     video = "no"
@@ -87,13 +81,13 @@ class EditReward(Sourced):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        return pooled(self._heads(media, prompts, context), self.settings.pooling)[:, 0]
+        return self._heads(media, prompts, context).mean(0)[:, 0]
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
         heads = self._heads(media, prompts, context)
-        sigma = pooled(heads, self.settings.pooling)[:, 1].exp()
+        sigma = heads.mean(0)[:, 1].exp()
         return {**{key: heads[i, :, 0] for i, key in enumerate(RUBRICS)}, "sigma": sigma}
 
     def _heads(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
@@ -113,19 +107,6 @@ class EditReward(Sourced):
             texts = [rubric.format(text_prompt=prompt) + vlm.SUFFIX for prompt in prompts]
             out.append(head(self.vlm.hidden(pairs, texts)[:, 0]))
         return torch.stack(out, 1)
-
-
-def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:
-    """Pool mu and log sigma of the heads: (heads, B, 2) -> (B, 2).
-
-    mean and min take each number by itself; sum adds means and variances.
-    """
-    if pooling == "mean":
-        return heads.mean(0)
-    if pooling == "min":
-        return heads.amin(0)
-    mu, log_sigma = heads.unbind(-1)
-    return torch.stack([mu.sum(0), (2 * log_sigma).exp().sum(0).log() / 2], -1)
 
 
 def _rubric(key: str, path: str | None) -> str:

@@ -41,8 +41,8 @@ CONFIDENCE = 0.3  # confidence above which an object counts
 COUNTING = 0.9  # confidence above which an object counts in the task counting
 MOST = 16  # most objects of a class that count; the most confident are kept
 BEST = 100  # number of best (query, class) pairs of a picture that are read
-# largest ratio of the longest side that the detector sees to the setting `side`
-ASPECT = 1333 / 800
+SIDE, LONGEST = 800, 1333  # px of the detector's picture: its shorter side, and most of the longer
+CLIP = "ViT-L-14-quickgelu"  # the model of open_clip that names colours
 MULTIPLE = 32  # the detector's input is padded to multiples of this
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TEMPLATES = (
@@ -68,14 +68,9 @@ class Settings(Base):
         "facebook/mask2former-swin-small-coco-instance",
         description="Folder or hub id of a Mask2Former of COCO's 80 classes.",
     )
-    clip: str = pydantic.Field(
-        "ViT-L-14-quickgelu", description="The open_clip model that names colours."
-    )
-    clip_weights: str | None = pydantic.Field(
+    clip_weights: str = pydantic.Field(
         "openai",
-        description=(
-            "Weights of that model: an open_clip tag or file; null: random weights, for tests."
-        ),
+        description="Weights of the CLIP ViT-L/14 that names colours: an open_clip tag or a file.",
     )
     as_server: bool = pydantic.Field(
         False,
@@ -83,9 +78,6 @@ class Settings(Base):
             "See the pictures that Flow-GRPO's server sees: a JPEG, with red and blue swapped for"
             " the detector."
         ),
-    )
-    side: int = pydantic.Field(
-        800, ge=32, description="Shortest side, in px, of the picture that the detector sees."
     )
     chunk: int = pydantic.Field(
         8, ge=1, description="Most pictures in one forward of the detector."
@@ -141,12 +133,12 @@ class Geneval(Reward):
             self.verifies = frozenset(SHOWN) - {"count"}
         self.range = (-math.inf if s.reading == "partial" else 0.0, 1.0)
         self.detector = _load_detector(s.weights)
-        self.clip, self.preprocess, self.tokenizer = _load_clip(s.clip, s.clip_weights)
+        self.clip, self.preprocess, self.tokenizer = _load_clip(CLIP, s.clip_weights)
         self._classifiers: dict[str, Tensor] = {}
 
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:
-        return together(published(NUMBERS, settings.weights), of_open_clip(settings.clip))
+        return together(published(NUMBERS, settings.weights), of_open_clip(CLIP))
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return detector.complaint(meta)
@@ -207,7 +199,7 @@ class Geneval(Reward):
 
     def _instances(self, frames: Tensor) -> list[list[Instance]]:
         """Objects of (n, 3, H, W) pictures above the lower threshold, in no order."""
-        sizes = _sizes(frames.shape[-2], frames.shape[-1], self.settings.side)
+        sizes = _sizes(frames.shape[-2], frames.shape[-1])
         bilinear = TF.InterpolationMode.BILINEAR
         x = normalized(TF.resize(frames, list(sizes.seen), bilinear, antialias=True), MEAN, STD)
         bottom, right = sizes.padded[0] - sizes.seen[0], sizes.padded[1] - sizes.seen[1]
@@ -237,9 +229,9 @@ class Geneval(Reward):
         return F.normalize(text.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1).T
 
 
-def _sizes(height: int, width: int, side: int) -> Sizes:
-    """Sizes with the shortest side at `side`, unless the longest would exceed ASPECT times that."""
-    scale = min(side / min(height, width), side * ASPECT / max(height, width))
+def _sizes(height: int, width: int) -> Sizes:
+    """Sizes with the shorter side at SIDE, unless the longer one would exceed LONGEST."""
+    scale = min(SIDE / min(height, width), LONGEST / max(height, width))
     seen = max(1, round(height * scale)), max(1, round(width * scale))
     padded = math.ceil(seen[0] / MULTIPLE) * MULTIPLE, math.ceil(seen[1] / MULTIPLE) * MULTIPLE
     return Sizes(picture=(height, width), seen=seen, padded=padded)
@@ -320,7 +312,7 @@ def _check_classes(names: Mapping[int, str], source: str) -> None:
         )
 
 
-def _load_clip(model: str, weights: str | None) -> tuple[Any, Any, Any]:
+def _load_clip(model: str, weights: str) -> tuple[Any, Any, Any]:
     """(network, its preprocessing of PIL images, tokenizer)."""
     import open_clip
 

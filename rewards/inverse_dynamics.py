@@ -3,7 +3,7 @@
 A frozen inverse dynamics model reads them back: r = mean over steps of 1[action read = action
 given]. The paper's model is one for Minecraft; here it is any module that maps two neighbouring
 frames, or with input=video the whole clip, to action logits. Departures: continuous actions, which
-the paper does not have, agree by exp(-|difference|^2 / scale) or within a threshold; a sample whose
+the paper does not have, agree by exp(-|difference|^2 / scale); a sample whose
 frames gave logits that are not finite is NaN.
 
 Weights come as safetensors beside a class in the user's own file: a TorchScript archive or a pickle
@@ -50,18 +50,15 @@ class Settings(Base):
             " which answers for each step (video)."
         ),
     )
-    agreement: Literal["argmax", "exp", "threshold"] = pydantic.Field(
+    agreement: Literal["argmax", "exp"] = pydantic.Field(
         "argmax",
         description=(
-            "How actions agree. argmax: the likeliest of K actions is the given one; exp,"
-            " threshold: closeness of continuous actions."
+            "How actions agree. argmax: the likeliest of K actions is the given one; exp: closeness"
+            " of continuous actions."
         ),
     )
     scale: float = pydantic.Field(
         1.0, gt=0, description="Squared distance at which agreement is 1/e, for agreement=exp."
-    )
-    threshold: float = pydantic.Field(
-        0.1, ge=0, description="Largest distance that agrees, for agreement=threshold."
     )
     actions: Literal["column", "meta"] = pydantic.Field(
         "column",
@@ -96,10 +93,9 @@ class InverseDynamics(Reward):
         if s.actions == "meta":
             self.needs, self.reads = frozenset({"meta"}), frozenset({"actions"})
         if s.agreement != "argmax":
-            distance = f"exp(-distance^2 / {s.scale:g})"
-            how = distance if s.agreement == "exp" else f"share within {s.threshold:g}"
             self.scale = (
-                f"agreement of the actions read from the frames with those given, {how}, 0 to 1"
+                "agreement of the actions read from the frames with those given,"
+                f" exp(-distance^2 / {s.scale:g}), 0 to 1"
             )
         self.differentiable = s.agreement == "exp" and not s.rounding
 
@@ -128,10 +124,7 @@ class InverseDynamics(Reward):
                     f"actions from {low} to {high}, and the model knows 0 to {known - 1}"
                 )
             return read.argmax(-1) == given
-        square = (read - given).square().sum(-1)
-        if self.settings.agreement == "exp":
-            return (-square / self.settings.scale).exp()
-        return square.sqrt() <= self.settings.threshold
+        return (-(read - given).square().sum(-1) / self.settings.scale).exp()
 
     def _given(self, media: Tensor, context: MediaContext | None) -> Tensor:
         """The actions of each step, (B, F - 1) int64, or (B, F - 1, A) fp32 if they are continuous.
@@ -157,12 +150,12 @@ class InverseDynamics(Reward):
         if discrete and (actions.ndim != 2 or actions.is_floating_point()):
             raise ValueError(
                 "agreement=argmax takes one whole number a step, and the actions are"
-                f" {actions.dtype} of shape {tuple(actions.shape)}; take agreement=exp or threshold"
-                " for continuous ones"
+                f" {actions.dtype} of shape {tuple(actions.shape)}; take agreement=exp for"
+                " continuous ones"
             )
         if not discrete and actions.ndim != 3:
             raise ValueError(
-                f"agreement={self.settings.agreement} takes a list of numbers a step, (B, steps,"
+                "agreement=exp takes a list of numbers a step, (B, steps,"
                 f" A), and the actions have shape {tuple(actions.shape)}"
             )
         return actions.long() if discrete else actions.float()

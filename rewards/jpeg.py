@@ -25,15 +25,12 @@ class Settings(Base):
         "flow_grpo",
         description="Scale of the score: flow_grpo divides kilobytes by 500; ddpo does not.",
     )
-    goal: Literal["compressible", "incompressible"] = pydantic.Field(
-        "compressible", description="Whether small files are good, or large ones."
-    )
     quality: int = pydantic.Field(95, ge=1, le=100, description="JPEG quality given to PIL.")
 
 
 class Jpeg(Reward):
     """Minus kilobytes (1000 bytes) as a JPEG of quality 95, over 500; for a video, the mean over
-    its frames.
+    its frames. A weight of -1 makes it DDPO's reward of large files.
 
     At 512 x 512 a flat grey is 4.7 kB and uniform noise 308 kB: rewards of -0.009 and -0.62.
     """
@@ -46,10 +43,9 @@ class Jpeg(Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        sign, minus = (-1, "minus ") if s.goal == "compressible" else (1, "")
         divisor, over = (500, ", divided by 500") if s.scale == "flow_grpo" else (1, "")
-        self.factor = sign / divisor
-        self.scale = f"{minus}kilobytes at JPEG quality {s.quality}{over}"
+        self.factor = -1 / divisor
+        self.scale = f"minus kilobytes at JPEG quality {s.quality}{over}"
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -14,8 +14,7 @@ second difference):
 A frozen video is perfectly smooth, and a model that is paid for smoothness freezes. Therefore the
 result is multiplied by m / (m + floor): without motion there is no reward; floor=0 gives VBench's
 reading, which pays 1 for a still. This measures pixels, not objects: a sharp edge that moves evenly
-is not smooth to the pixels that it flips. `pool` averages blocks first: an edge that moves v pixels
-a frame then scores 1 - v / pool. A video played backwards scores the same.
+is not smooth to the pixels that it flips. A video played backwards scores the same.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any, Literal
 import pydantic
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.settings import Settings as Base
@@ -46,14 +44,6 @@ class Settings(Base):
         description=(
             "Mean change of a pixel between frames, in [0, 1], at which half of the smoothness is"
             " paid."
-        ),
-    )
-    pool: int = pydantic.Field(
-        1,
-        ge=1,
-        description=(
-            "Average pool x pool pixels first; choose several times the pixels that things move in"
-            " a frame."
         ),
     )
 
@@ -103,25 +93,15 @@ class MotionSmoothness(Reward):
 
     def _motion_and_error(self, media: Tensor) -> tuple[Tensor, Tensor]:
         """m and e of the formula, (B,) each."""
-        self._check_size(media)
-        pooled = F.avg_pool2d(media.flatten(0, 1), self.settings.pool).view(*media.shape[:2], -1)
-        steps = pooled.diff(dim=1)  # (B, F - 1, pixels)
-        before, after = steps[:, :-1], steps[:, 1:]
-        motion = (before.abs() + after.abs()) / 2
-        return motion.mean((1, 2)), (after - before).abs().mean((1, 2)) / 2
-
-    def _check_size(self, media: Tensor) -> None:
-        frames, least, pool = media.shape[1], min(media.shape[-2:]), self.settings.pool
-        if frames < 3:
+        if (frames := media.shape[1]) < 3:
             raise ValueError(
                 "reward motion_smoothness looks at a frame and its two neighbours; the videos have"
                 f" {frames} frames"
             )
-        if pool > least:
-            raise ValueError(
-                f"reward.motion_smoothness.pool={pool} is wider than the frames, which have"
-                f" {least} pixels"
-            )
+        steps = media.flatten(2).diff(dim=1)  # (B, F - 1, pixels)
+        before, after = steps[:, :-1], steps[:, 1:]
+        motion = (before.abs() + after.abs()) / 2
+        return motion.mean((1, 2)), (after - before).abs().mean((1, 2)) / 2
 
 
 def dynamic_degree(media: Tensor) -> Tensor:

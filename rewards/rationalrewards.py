@@ -7,7 +7,7 @@ RationalRewards 44e27ab. Departures:
 * A critique without any score is NaN, as is one that was cut before its summary or names an aspect
   without giving it a score or N/A. In the references the first is 0, and of the others the
   remaining aspects count.
-* One critique serves score, `parts` and `refine`, while it is kept (`cache`).
+* One critique serves score, `parts` and `refine`, while it is kept.
 * The refined request may have several lines; in the references only the text beside its heading
   counts.
 * A prompt that contains "<image>" stays text; in the references it is cut apart.
@@ -43,7 +43,6 @@ ASPECTS = {
     task: [name for name in replies.ASPECTS if task == "edit" or name != "image_faithfulness"]
     for task in TEXTS
 }
-Aspect = Literal["text_faithfulness", "image_faithfulness", "physical_quality", "text_rendering"]
 
 
 class Settings(SourceSettings, JudgeSettings):
@@ -68,9 +67,6 @@ class Settings(SourceSettings, JudgeSettings):
     own_template: bool = pydantic.Field(
         False,
         description="Whether both texts are your own; they are then not compared with the model's.",
-    )
-    aspects: list[Aspect] | None = pydantic.Field(
-        None, min_length=1, description="Aspects that are averaged; null: all of the task."
     )
     temperature: float = pydantic.Field(
         0.1, ge=0, description="Sampling temperature of the replies."
@@ -98,12 +94,7 @@ class RationalRewards(Sourced, WritingJudge):
         task = given.task
         model = given.model or f"RationalRewards-8B-{'T2I' if task == 't2i' else 'Edit'}"
         super().__init__(given.model_copy(update={"model": model}))
-        self.aspects = list(given.aspects or ASPECTS[task])
-        if unknown := [name for name in self.aspects if name not in ASPECTS[task]]:
-            raise ValueError(
-                f"reward.rationalrewards.aspects: {unknown[0]} is not an aspect of task={task};"
-                f" choose from {', '.join(ASPECTS[task])}"
-            )
+        self.aspects = ASPECTS[task]
         self.declare_source(task == "edit", "task=edit")
         images = 2 if task == "edit" else 1
         self.template = self._text("template", "the user message", TEXTS[task], images=images)

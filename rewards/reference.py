@@ -3,7 +3,7 @@
 These rewards suit world models and other tasks with one right answer. A video gets the mean over
 its frames or its worst frame; both are in `parts`, and the value of every frame in `last_frames`.
 Higher is better everywhere (LPIPS is negated).
-* PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most `cap`: two equal
+* PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most CAP: two equal
   pictures would be infinitely near.
 * SSIM: Wang, Bovik, Sheikh, Simoncelli 2004, Gaussian window 11 x 11 with sigma 1.5, K = (0.01,
   0.03), where the window fits, mean over the RGB channels (the paper uses grey pictures).
@@ -35,6 +35,7 @@ from flowrl.types import MediaContext
 
 # backbone -> number of weights of LPIPS
 NUMBERS = {"alex": 2_470_848, "vgg": 14_716_160, "squeeze": 724_736}
+CAP = 60.0  # highest PSNR in dB; rounding to 8 bits alone leaves 59
 WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 
 
@@ -52,9 +53,6 @@ class Settings(Base):
     over: Literal["mean", "worst"] = pydantic.Field(
         "mean",
         description="How frames of a video become one score: their mean, or the worst of them.",
-    )
-    cap: float = pydantic.Field(
-        60.0, gt=0, description="Highest PSNR in dB; rounding to 8 bits alone leaves 59."
     )
     net: Literal["alex", "vgg", "squeeze"] = pydantic.Field("alex", description="Network of LPIPS.")
     backbone: str | None = pydantic.Field(
@@ -87,7 +85,7 @@ class Reference(Reward):
         super().__init__(settings)
         s = self.settings
         what, self.range = {
-            "psnr": (f"PSNR in dB, at most {s.cap:g},", (0.0, s.cap)),
+            "psnr": (f"PSNR in dB, at most {CAP:g},", (0.0, CAP)),
             "ssim": ("SSIM, -1 to 1,", (-1.0, 1.0)),
             "lpips": ("minus LPIPS, 0 is best,", (-math.inf, 0.0)),
         }[s.metric]
@@ -139,7 +137,7 @@ class Reference(Reward):
 
     def _nearness(self, a: Tensor, b: Tensor) -> Tensor:
         if self.settings.metric == "psnr":
-            return psnr(a, b, cap=self.settings.cap)
+            return psnr(a, b)
         if self.settings.metric == "ssim":
             return ssim(a, b)
         assert self.lpips is not None
@@ -166,13 +164,13 @@ class Reference(Reward):
         return file_of(self, meta, self.settings.key, what)
 
 
-def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:
+def psnr(a: Tensor, b: Tensor) -> Tensor:
     """Peak signal-to-noise ratio in dB of (n, 3, H, W) in [0, 1] -> (n,).
 
-    It is at most cap, where the gradient is 0.
+    It is at most CAP, where the gradient is 0.
     """
     mse = (a - b).square().flatten(1).mean(1)
-    return -10 * mse.clamp_min(10 ** (-cap / 10)).log10()
+    return -10 * mse.clamp_min(10 ** (-CAP / 10)).log10()
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.settings import Settings as Base
 from flowrl.types import MediaContext
 
+AT_ONCE = 16  # frames in memory at a time
 HALF_A_LEVEL = 0.5 / 255  # contrast below the rounding of a saved picture counts as none
 
 
@@ -30,7 +31,6 @@ class Settings(Base):
     reading: Literal["laplacian", "high_frequency"] = pydantic.Field(
         "laplacian", description="Which of the two readings is the score."
     )
-    chunk: int = pydantic.Field(16, ge=1, description="Most frames in memory at a time.")
 
 
 class Sharpness(Reward):
@@ -72,7 +72,7 @@ class Sharpness(Reward):
             raise ValueError(
                 f"sharpness needs pictures of at least 3 x 3 pixels; these are {width} x {height}"
             )
-        chunks = frames_of(media).split(self.settings.chunk)
+        chunks = frames_of(media).split(AT_ONCE)
         return mean_of_frames(torch.cat([reading(luma(part)) for part in chunks]), media)
 
 

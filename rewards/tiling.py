@@ -35,7 +35,7 @@ from torch import Tensor
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.settings import Settings as Base
-from flowrl.rewards.sharpness import HALF_A_LEVEL, luma
+from flowrl.rewards.sharpness import AT_ONCE, HALF_A_LEVEL, luma
 from flowrl.types import MediaContext
 
 SIDE = 128  # repetition is measured on a picture whose shorter side has at most this many pixels
@@ -49,7 +49,6 @@ class Settings(Base):
     periods: tuple[Annotated[int, pydantic.Field(ge=4, multiple_of=2)], ...] = pydantic.Field(
         (8, 16), min_length=1, description="Periods in pixels that pattern and seams look for."
     )
-    chunk: int = pydantic.Field(16, ge=1, description="Most frames in memory at a time.")
 
 
 class Tiling(Reward):
@@ -83,7 +82,7 @@ class Tiling(Reward):
     ) -> dict[str, Tensor]:
         periods = self._periods(media)
         columns: dict[str, list[Tensor]] = {"repetition": [], "pattern": [], "seams": []}
-        for part in frames_of(media).split(self.settings.chunk):
+        for part in frames_of(media).split(AT_ONCE):
             y = luma(part)
             columns["repetition"].append(repetition(y))
             columns["pattern"].append(torch.stack([pattern(y, p) for p in periods]).amax(0))

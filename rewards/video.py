@@ -1,7 +1,7 @@
 """Any image reward as a video reward: frames are scored as pictures, and the scores become one.
 
 It follows the video rewards of Flow-Factory (mean over frames) and the judges' frame sampling
-(Pref-GRPO, VideoAlign: a count, or 2 a second, evenly spread with the first and the last). A mean
+(Pref-GRPO: a count, evenly spread with the first and the last). A mean
 hides one broken frame; `min` and `softmin` do not.
 """
 
@@ -37,14 +37,6 @@ class Settings(Base):
             "How many frames are scored, evenly spread, with the first and the last; 1: the first."
         ),
     )
-    fps: float | None = pydantic.Field(
-        None,
-        gt=0,
-        description="Frames of each second that are scored, instead of a count; needs video_fps.",
-    )
-    video_fps: float | None = pydantic.Field(
-        None, gt=0, description="Frames a second at which the videos are played."
-    )
     pool: Pool = pydantic.Field(
         "mean", description="How the frames' scores become one; softmin leans on the worst ones."
     )
@@ -56,15 +48,6 @@ class Settings(Base):
             " large the mean."
         ),
     )
-
-    @pydantic.model_validator(mode="after")
-    def _fps_needs_the_clock(self) -> Settings:
-        if self.fps is not None and (self.video_fps is None or self.fps > self.video_fps):
-            raise ValueError(
-                f"fps={self.fps:g} needs video_fps, the frames a second of the videos, at least as"
-                f" high; it is {self.video_fps}"
-            )
-        return self
 
 
 class Video(Around):
@@ -119,8 +102,7 @@ class Video(Around):
         s = self.settings
         if s.pool in ("first", "last"):
             return [0 if s.pool == "first" else count - 1]
-        wanted = s.frames if s.fps is None else max(1, round(count / s.video_fps * s.fps))
-        places = torch.linspace(0, count - 1, min(wanted, count), dtype=torch.float64)
+        places = torch.linspace(0, count - 1, min(s.frames, count), dtype=torch.float64)
         return places.round().long().tolist()
 
     def _pictures(

@@ -47,12 +47,6 @@ class Settings(SourceSettings, JudgeSettings):
         ),
     )
     top: int = pydantic.Field(5, ge=1, le=9, description="The best grade; the worst is 0.")
-    least: float = pydantic.Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Smallest probability of all digits together; below it the sample fails.",
-    )
     frames: int = pydantic.Field(8, ge=1, description="Frames of a video that are shown.")
     max_tokens: int = pydantic.Field(
         1, ge=1, description="Most tokens of a reply; only the first counts."
@@ -95,7 +89,7 @@ class VlmLogit(Sourced, JudgeReward):
             questions.append([user(*shown, text(self._words(row, prompt, context)))])
 
         def read(reply: Reply) -> Scores:
-            return {"score": digit_mean(reply.first, s.top, s.least) / s.top}
+            return {"score": digit_mean(reply.first, s.top) / s.top}
 
         return self.judge.ask_all(questions, read)
 

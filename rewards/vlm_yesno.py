@@ -41,12 +41,6 @@ class Settings(JudgeSettings):
             "Count yes, YES and other spellings, too; false: exactly the tokens Yes and No."
         ),
     )
-    least: float = pydantic.Field(
-        0.01,
-        ge=0,
-        le=1,
-        description="Smallest probability of both words together; below it the sample fails.",
-    )
     frames: int = pydantic.Field(8, ge=1, description="Frames of a video that are shown.")
     max_tokens: int = pydantic.Field(
         1, ge=1, description="Most tokens of a reply; only the first counts."
@@ -84,7 +78,7 @@ class VlmYesNo(JudgeReward):
         s = self.settings
 
         def read(reply: Reply) -> Scores:
-            return {"score": yes_share(reply.first, variants=s.variants, least=s.least)}
+            return {"score": yes_share(reply.first, variants=s.variants)}
 
         def messages(sample: Tensor, question: str) -> list[Message]:
             words = f"{question} {s.instruction}".strip()

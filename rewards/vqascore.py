@@ -9,7 +9,7 @@ the answer's tokens, "Yes" and the end token). transformers has no class for it,
 tower and the two-layer projector are put together here. Kept from the reference: each half of the
 chat ends with T5's end token (the tokenizer adds it twice), and padding alone is masked. Up to 1.1
 the padding token was the unknown one, so that characters that T5 does not know (Chinese, emoji)
-were masked too: `mask_unknown`. The tower is taken from its own repository: the reference never
+were masked too. The tower is taken from its own repository: the reference never
 trains it, and copies of it in a checkpoint are not read.
 
 `qwen` (`qwen2vl_model.py` since 3.0): the probability of "Yes" as the first word of the reply of a
@@ -71,7 +71,7 @@ NUMBERS = {  # hub name -> number of weights; for clip-flant5 with the projector
 LIMIT = 2048  # most tokens of a question, as in the reference
 OTHERS = {  # model -> settings that it never reads
     "clip-flant5": {"max_pixels"},
-    "qwen": {"tokenizer", "tower", "mask_unknown"},
+    "qwen": {"tokenizer", "tower"},
 }
 
 
@@ -92,13 +92,6 @@ class Settings(vlm.Settings):
     tower: str = pydantic.Field(
         "openai/clip-vit-large-patch14-336",
         description="CLIP tower of clip-flant5: a folder or hub repository.",
-    )
-    mask_unknown: bool = pydantic.Field(
-        False,
-        description=(
-            "clip-flant5 does not see characters that T5 does not know (Chinese, emoji), as in"
-            " t2v_metrics up to 1.1; false: it sees T5's unknown token, as since 1.2."
-        ),
     )
     question: str | None = pydantic.Field(
         None,
@@ -227,8 +220,6 @@ class ClipT5(nn.Module):
             AutoTokenizer, s.tokenizer, reward="vqascore", setting="tokenizer"
         )
         self.answer = self._answer(s, config.vocab_size)
-        unknown, padding = self.tokenizer.unk_token_id, self.tokenizer.pad_token_id
-        self.masked = unknown if s.mask_unknown else padding
         self.tower = _tower(s.tower, dtype)
         t5, projector = _t5_and_projector(vlm.folder_tensors(folder))
         self.t5 = vlm.from_state(T5ForConditionalGeneration, config, t5, dtype=s.dtype, path=folder)
@@ -293,7 +284,7 @@ class ClipT5(nn.Module):
         text = torch.tensor([*start, *end[: LIMIT - 1 - len(start)]], device=patch.device)
         parts = [len(start), len(text) - len(start)]
         first, last = self.t5.get_input_embeddings()(text).split(parts)
-        seen_first, seen_last = (text != self.masked).split(parts)
+        seen_first, seen_last = (text != self.tokenizer.pad_token_id).split(parts)
         mask = torch.cat([seen_first, seen_first.new_ones(len(patch)), seen_last])
         return torch.cat([first, patch, last]), mask
 

@@ -11,8 +11,7 @@ Reference: qunzhongwang/VideoSearch-Reasoner d2abc21
 (grpo_train/openrlhf/trainer/ppo_utils/experience_maker.py) and the model card of
 qunwang13/vr-thinker. Departures:
 * The reference forgets what a request showed after a number of turns; here a request holds at most
-  `images` pictures: the oldest are left out first (or further requests are refused), the opening
-  frames never.
+  `images` pictures: the oldest are left out first, the opening frames never.
 * A request that cannot be served (numbers out of range, too many, not readable) is answered with
   the reason, as in the reference; frame 0, for which the reference shows the last frame without a
   word, is out of range.
@@ -52,6 +51,8 @@ from flowrl.rewards.judge.reward import (
 )
 from flowrl.types import MediaContext
 
+WORKSPACE = 48  # frames of each video that can be asked for, evenly spaced
+MOST = 8  # frames that one reply may ask for
 LABELS = ("TA", "VQ", "MQ", "OA")  # text alignment, visual quality, motion quality, overall
 
 PAIR = """Two videos were made for the same caption: {prompt}
@@ -97,19 +98,8 @@ class Settings(JudgeSettings):
     initial: int = pydantic.Field(
         4, ge=1, description="Frames of each video that are shown at first."
     )
-    workspace: int = pydantic.Field(
-        48, ge=1, description="Frames of each video that can be asked for, evenly spaced."
-    )
-    most: int = pydantic.Field(8, ge=1, description="Most frames that one reply may ask for.")
     images: int = pydantic.Field(
         24, ge=2, description="Most pictures in one request to the server."
-    )
-    when_full: Literal["drop", "refuse"] = pydantic.Field(
-        "drop",
-        description=(
-            "What happens when a request is full: the oldest pictures are left out, or no more are"
-            " served."
-        ),
     )
     turns: int = pydantic.Field(6, ge=1, description="Most replies in one dialogue.")
     max_tokens: int = pydantic.Field(2048, ge=1, description="Most tokens of a reply.")
@@ -162,7 +152,7 @@ class VrThinker(PairJudge):
                 f"reward.vr_thinker.images={s.images}: {opening} pictures are shown at first, so"
                 f" none could be asked for; set images above {opening}, or initial lower"
             )
-        return min(s.most, s.images - opening)
+        return min(MOST, s.images - opening)
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -182,7 +172,7 @@ class VrThinker(PairJudge):
         W)."""
         s = self.settings
         # frames are numbered from 1: those of the first video, then those of the second
-        places = [spaced(video.shape[1], s.workspace) for video in videos]
+        places = [spaced(video.shape[1], WORKSPACE) for video in videos]
         opening: list[int] = []
         start = 1
         for place in places:
@@ -221,8 +211,7 @@ class VrThinker(PairJudge):
         rounds: list[Round] = []
         for turn in range(turns):
             reply = ask(self._messages(words, opening, rounds, show)).finished
-            in_use = len(opening) + sum(len(past.frames) for past in rounds)
-            outcome = self._outcome(reply, len(frames), in_use)
+            outcome = self._outcome(reply, len(frames))
             if isinstance(outcome, dict):
                 return outcome
             if turn == turns - 2:
@@ -233,25 +222,22 @@ class VrThinker(PairJudge):
             f"no answer in turns={turns} replies; the last is {shown(rounds[-1].reply)}"
         )
 
-    def _outcome(self, reply: str, total: int, in_use: int) -> Scores | Round:
+    def _outcome(self, reply: str, total: int) -> Scores | Round:
         """The scores of a final reply, or the answer to one that is not final."""
         try:
             scores = final_answer(reply, self.grades)
             if scores is not None:
                 return scores
             asked = frame_request(reply) or []
-            message = self._served(asked, total, in_use)
+            message = self._served(asked, total)
         except UnreadableReply as error:
             return Round(reply=reply, message=f"That could not be read: {error}.", frames=[])
         except _NotServed as error:
             return Round(reply=reply, message=str(error), frames=[])
         return Round(reply=reply, message=message, frames=asked)
 
-    def _served(self, asked: list[int], total: int, in_use: int) -> str:
-        """The answer to a request for frames; one that is not served -> _NotServed.
-
-        total: number of frames. in_use: pictures that the dialogue holds already.
-        """
+    def _served(self, asked: list[int], total: int) -> str:
+        """The answer to a request for some of `total` frames; one not served -> _NotServed."""
         if not asked:
             raise _NotServed(
                 "Ask for frames by a tool call, or give the answer between <answer> and </answer>."
@@ -260,11 +246,6 @@ class VrThinker(PairJudge):
             raise _NotServed(f"There are frames 1 to {total}; {outside[0]} is out of range.")
         if len(asked) > self.most:
             raise _NotServed(f"{len(asked)} frames are too many; ask for {self.most} at most.")
-        if self.settings.when_full == "refuse" and in_use + len(asked) > self.settings.images:
-            raise _NotServed(
-                f"Only {self.settings.images - in_use} further frames can be shown; ask for fewer,"
-                " or answer."
-            )
         return f"After selecting frames: Here are the selected frames {', '.join(map(str, asked))}."
 
     def _messages(

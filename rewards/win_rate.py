@@ -7,7 +7,7 @@ G / 2. Reference: github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards.
 Departures:
 * A pair that the judge could not decide counts for neither; in the reference it is a tie, 0.5 to
   both, as is an unreadable answer.
-* The reference rounds rates to 3 decimals (`decimals=3`); here they stay exact by default.
+* The reference rounds rates to 3 decimals; here they stay exact.
 * A sample without another of its group is NaN, with the reason in the log; in the reference it
   scores 0.
 * Any pointwise reward may be the judge, both orders may be asked (`swap`), and pairs may be sampled
@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 import pydantic
-import torch
 from torch import Tensor
 
 from flowrl.rewards.core.settings import Settings as Base
@@ -47,11 +46,6 @@ class Settings(Base):
     judge_settings: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="Settings of the judge."
     )
-    margin: float = pydantic.Field(
-        0.0,
-        ge=0,
-        description="Scores of a pointwise judge that differ by no more than this are a tie.",
-    )
     temperature: float = pydantic.Field(
         0.0,
         ge=0,
@@ -69,14 +63,6 @@ class Settings(Base):
     )
     opponents: int | None = pydantic.Field(
         None, ge=1, description="About how many others each sample is compared with; null: all."
-    )
-    decimals: int | None = pydantic.Field(
-        None,
-        ge=1,
-        description=(
-            "Number of decimals to which rates are rounded; Pref-GRPO's code uses 3. null: they"
-            " stay exact."
-        ),
     )
     chunk: int = pydantic.Field(
         32, ge=1, description="Most pairs in one call of a judge that compares."
@@ -103,12 +89,12 @@ class WinRate(Around):
         s = self.settings
         self.judge: Comparator = (inner := self.inner)
         if not hasattr(inner, "compare"):
-            self.judge = from_pointwise(inner, margin=s.margin, temperature=s.temperature)
-        elif s.margin or s.temperature:
+            self.judge = from_pointwise(inner, temperature=s.temperature)
+        elif s.temperature:
             name = getattr(inner, "name", type(inner).__name__)
             raise ValueError(
-                f"reward.win_rate: margin={s.margin:g} and temperature={s.temperature:g} are for"
-                f" judges that score, and {name} compares; leave them out"
+                f"reward.win_rate: temperature={s.temperature:g} is for judges that score, and"
+                f" {name} compares; leave it out"
             )
 
     def __call__(
@@ -119,8 +105,7 @@ class WinRate(Around):
         pairs = pairs_of(groups, opponents=s.opponents)
         answers = ask(self.judge, media, prompts, context, pairs, swap=s.swap, chunk=s.chunk)
         self.problem = getattr(self.inner, "problem", None) or alone(groups)
-        rates = win_rates(pairs, answers.to(media.device), len(media))
-        return rates if s.decimals is None else torch.round(rates, decimals=s.decimals)
+        return win_rates(pairs, answers.to(media.device), len(media))
 
 
 REWARD = WinRate

@@ -121,10 +121,6 @@ class HelpConfig(Section):
             " samples; none: they keep their prompt."
         ),
     )
-    decay: Annotated[float, Field(ge=0, le=1), HELPING] = Field(
-        0.5,
-        description="Chance of help: decay ** (visits of this prompt that succeeded so far).",
-    )
 
 
 class ChoiceConfig(Section):

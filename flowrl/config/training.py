@@ -229,11 +229,10 @@ class GradientConfig(Section):
     sigma: Sigma | tuple[Sigma, Sigma] = Field(
         (0.1, 0.5),
         description=(
-            "Noise level of the estimates, or a range from which each copy draws one: enough noise"
+            "Noise level of the estimates, or a range from which each draws its own: enough noise"
             " for v to matter, and little enough for an estimate that looks like a sample."
         ),
     )
-    copies: PositiveInt = Field(1, description="How many times a sample is noised again.")
     samples: PositiveInt | None = Field(
         None,
         description=(
@@ -242,9 +241,6 @@ class GradientConfig(Section):
     )
     scale: PositiveFloat = Field(
         1.0, description="Factor of the weighted sum of these rewards in the loss."
-    )
-    rescale: bool = Field(
-        True, description="Divide the gradient of an estimate by its sigma; its value stays."
     )
 
     @field_validator("sigma")
@@ -294,7 +290,7 @@ class StopConfig(Section):
         "none",
         description=(
             "Once watch.held_out lies significantly below its peak: go on, stop, or lower the"
-            " learning rate."
+            " learning rate to a tenth."
         ),
     )
 
@@ -322,12 +318,6 @@ class WatchConfig(Section):
     patience: Annotated[PositiveInt, read_with("watch.held_out")] = Field(
         5, description="Iterations in a row below the peak before stop.watch acts."
     )
-    factor: Annotated[float, read_when("stop.watch", "lower")] = Field(
-        0.1,
-        gt=0,
-        lt=1,
-        description="Factor by which stop.watch=lower multiplies the learning rate.",
-    )
 
 
 class GuardConfig(Section):
@@ -338,18 +328,11 @@ class GuardConfig(Section):
             " gradient is exactly 0, before the run stops."
         ),
     )
-    warn_after: PositiveInt = Field(
-        10,
-        description=(
-            "Iterations in a row without an optimizer step, or in which a reward is the same for"
-            " all samples, before a warning says so."
-        ),
-    )
     stop_after: PositiveInt | None = Field(
         100,
         description=(
-            "Such iterations in a row, or those with huge rewards, before the run stops with exit"
-            " code 1; none: never."
+            "Iterations in a row without an optimizer step, in which a reward is the same for all"
+            " samples, or with huge rewards, before the run stops with exit code 1; none: never."
         ),
     )
     huge: PositiveFloat = Field(

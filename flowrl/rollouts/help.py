@@ -1,7 +1,7 @@
 """Prompts are helped if none of their samples succeeded in their first visits.
 
 A visit is an iteration that samples the prompt. After n visits in which a sample succeeded, with
-help or without, the chance that the next one is helped is data.sampler.help.decay ** n; so every
+help or without, the chance that the next one is helped is FADE ** n; so every
 visit is helped before the first success. A prompt that succeeds by itself in its first visits is
 never helped. See flowrl/rollouts/sample_helped.py for the kinds of help.
 """
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from flowrl.config.sampling import HelpConfig
 from flowrl.samplers import keys
+
+FADE = 0.5  # help becomes rarer by this factor with each visit that succeeds
 
 
 class Helper:
@@ -30,8 +32,7 @@ class Helper:
         """Which of the prompts at `ids` (P,) are helped in an iteration -> (P,) bool."""
         visits = [self.state.get(self.names[i], (0, 0)) for i in ids.tolist()]
         failed, succeeded = torch.tensor(visits).reshape(-1, 2).unbind(1)
-        # 0**0 = 1: with decay 0, too, a prompt is helped until its first success
-        chance = torch.tensor(self.config.decay, dtype=torch.float64) ** succeeded
+        chance = torch.tensor(FADE, dtype=torch.float64) ** succeeded
         u = keys.uniform(keys.key(self.seed, "help", iteration, ids.cpu()))
         return (failed >= self.config.after) & (u < chance)
 

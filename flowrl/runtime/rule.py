@@ -16,7 +16,7 @@ and run_rules.py; the options of an algorithm, a user's own too, declare theirs 
 
 The field of a setting declares the other settings beside which it is read:
 
-    knee: Annotated[int, read_when("algorithm.window.schedule", "exp_decay")] = Field(13, ...)
+    rate: Annotated[float, read_when("algorithm.window.schedule", "geometric")] = Field(0.1, ...)
 
 Such conditions join with & and |. On a section they hold for all of its settings. Start-up warns of
 settings that were given without effect, and docs/configuration.md shows the conditions.

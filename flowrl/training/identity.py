@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl import __version__
-from flowrl.config.gone import GONE
+from flowrl.config.gone import without_gone
 from flowrl.config.live import Live
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -149,9 +149,10 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
     """
     found = []
     old = {"reader": {}, **old}  # earlier versions did not keep this section
+    old = {**old, "config": without_gone(old["config"], whatever=True)}
     for section in (old.keys() & new.keys()) - {"sources"}:
         before, now = flatten(old[section]), flatten(new[section])
-        for key in sorted((before.keys() | now.keys()) - GONE.keys()):
+        for key in sorted(before.keys() | now.keys()):
             a, b = before.get(key), now.get(key)
             if a == b and (key in before) == (key in now):
                 continue

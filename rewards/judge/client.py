@@ -53,8 +53,11 @@ from flowrl.runtime.store import lines
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
 Message = dict[str, Any]
-# seconds; a server that asks for a longer pause counts as gone
-LONGEST_PAUSE = 300.0
+# seconds before the first further try, which double each time; a server that asks for a longer
+# pause than the longest counts as gone
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
+# replies that a judge keeps, so that the parts of a score are read without asking again
+KEPT = 1024
 # most bytes of a reply: thousands of tokens with 20 log-probabilities each take fewer
 LARGEST = 64 * 2**20
 
@@ -72,31 +75,17 @@ class Settings(Base):
     retries: int = pydantic.Field(
         5, ge=0, description="Further tries of a question that the server did not answer."
     )
-    backoff: float = pydantic.Field(
-        1.0, gt=0, description="Seconds before the first further try; they double each time."
-    )
     concurrency: int = pydantic.Field(8, ge=1, description="Most questions under way at once.")
     temperature: float = pydantic.Field(
         0.0, ge=0, description="Sampling temperature of the replies."
     )
     max_tokens: int = pydantic.Field(4096, ge=1, description="Most tokens of a reply.")
-    seed: int | None = pydantic.Field(
-        None, description="Seed of the replies, where the server takes one; null: none is sent."
-    )
     token_budget: int | None = pydantic.Field(
         None,
         ge=1,
         description=(
             "Most tokens, questions and replies together, that this reward may use in this process;"
             " then the run stops."
-        ),
-    )
-    cache: int = pydantic.Field(
-        1024,
-        ge=0,
-        description=(
-            "Most replies that are kept, so that the same question is not asked twice; 0: always"
-            " ask."
         ),
     )
     side: int | None = pydantic.Field(
@@ -108,7 +97,8 @@ class Settings(Base):
         ),
     )
     extra: dict[str, Any] = pydantic.Field(
-        default_factory=dict, description="More fields of the request; null removes one of ours."
+        default_factory=dict,
+        description="More fields of the request, as seed; null removes one of ours.",
     )
     log: str | None = pydantic.Field(
         None, description="A .jsonl file to which every question, reply and value is added."
@@ -243,7 +233,7 @@ class JudgeClient:
             return Misread(f"{error}{self._cut(talk)}")
         with self.lock:  # only readable replies are kept: others are asked for again
             self.kept.update((exchange.key, exchange.reply) for exchange in talk)
-            while len(self.kept) > self.settings.cache:
+            while len(self.kept) > KEPT:
                 self.kept.popitem(last=False)
         return value
 
@@ -287,14 +277,13 @@ class JudgeClient:
             "messages": messages,
             "temperature": s.temperature,
             "max_tokens": s.max_tokens,
-            "seed": s.seed,
         }
         body = {**own, **self.fields, **s.extra}
         return {key: value for key, value in body.items() if value is not None}
 
     def _tried(self, body: str, stop: threading.Event) -> Reply:
         """The reply to a request, however often the settings let it be tried."""
-        tries, pauses = self.settings.retries + 1, (self.settings.backoff, LONGEST_PAUSE)
+        tries, pauses = self.settings.retries + 1, (FIRST_PAUSE, LONGEST_PAUSE)
         try:
             return persist(partial(self._once, body), stop, pauses=pauses, tries=tries)
         except Again as failure:

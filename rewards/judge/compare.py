@@ -46,9 +46,9 @@ class Pointwise:
     With a temperature it is sigmoid(d / temperature).
     """
 
-    def __init__(self, reward: Any, *, margin: float = 0.0, temperature: float = 0.0):
-        """margin: differences up to this are ties. temperature: 0 gives 1, 0.5 or 0."""
-        self.reward, self.margin, self.temperature = reward, margin, temperature
+    def __init__(self, reward: Any, *, temperature: float = 0.0):
+        """temperature: 0 gives 1, 0.5 or 0."""
+        self.reward, self.temperature = reward, temperature
 
     def prefer(self, a: Tensor, b: Tensor) -> Tensor:
         """Scores (n,) and (n,) -> (n,) probability that a is better.
@@ -57,7 +57,7 @@ class Pointwise:
         """
         gap = a - b
         sure = (gap / self.temperature).sigmoid() if self.temperature else (gap > 0).to(gap.dtype)
-        answer = torch.where(gap.abs() <= self.margin, 0.5, sure)
+        answer = torch.where(gap == 0, 0.5, sure)
         return answer.masked_fill(~gap.isfinite(), torch.nan)
 
     def compare(
@@ -67,12 +67,12 @@ class Pointwise:
         return self.prefer(scores_a, self.reward(media_b, prompts, context))
 
 
-def from_pointwise(reward: Any, *, margin: float = 0.0, temperature: float = 0.0) -> Pointwise:
+def from_pointwise(reward: Any, *, temperature: float = 0.0) -> Pointwise:
     """The comparator that prefers the higher score.
 
     reward: a Reward, or any function (media, prompts, context) -> (B,).
     """
-    return Pointwise(reward, margin=margin, temperature=temperature)
+    return Pointwise(reward, temperature=temperature)
 
 
 def groups_of(prompts: list[str], context: MediaContext | None, *, reward: str) -> Groups:

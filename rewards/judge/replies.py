@@ -380,23 +380,24 @@ def refined_request(text: str) -> str | None:
 
 # --- token probabilities
 
+# least probability of the words that are read, together: below it the model says something else
+LEAST = 0.01
 # characters with which tokenizers write a space or a new line before a word
 TOKEN_MARKS = " \n\t▁ĠĊ"
 
 
-def digit_mean(first: Mapping[str, float], top: int, least: float = 0.0) -> float:
+def digit_mean(first: Mapping[str, float], top: int) -> float:
     """Expected digit under the log-probabilities of the first token (Edit-R1) -> [0, top].
 
     Probabilities are renormalised over the digits 0 to top; a digit that is not in `first` has
-    probability 0. first: token -> log-probability. least: smallest probability that the digits
-    together must have.
+    probability 0. first: token -> log-probability.
     """
     mass = _masses(first, map(str, range(top + 1)), lambda token: token.strip(TOKEN_MARKS))
-    total = _enough(mass, first, f"digit from 0 to {top}", least)
+    total = _enough(mass, first, f"digit from 0 to {top}")
     return sum(int(digit) * p for digit, p in mass.items()) / total
 
 
-def yes_share(first: Mapping[str, float], *, variants: bool = False, least: float = 0.0) -> float:
+def yes_share(first: Mapping[str, float], *, variants: bool = False) -> float:
     """P(Yes) / (P(Yes) + P(No)) at the first token.
 
     variants: also count the words in any case, and with a space before them (Flow-Factory's
@@ -408,7 +409,7 @@ def yes_share(first: Mapping[str, float], *, variants: bool = False, least: floa
 
     mass = _masses(first, ("Yes", "No"), spelled)
     note = "" if variants else " exactly (variants=true counts other spellings)"
-    return mass["Yes"] / _enough(mass, first, f'"Yes" or "No"{note}', least)
+    return mass["Yes"] / _enough(mass, first, f'"Yes" or "No"{note}')
 
 
 def _masses(
@@ -431,17 +432,15 @@ def _masses(
     return out
 
 
-def _enough(
-    mass: Mapping[str, float], first: Mapping[str, float], what: str, least: float
-) -> float:
-    """The probability of all words together; 0, or less than `least` -> Unreadable."""
+def _enough(mass: Mapping[str, float], first: Mapping[str, float], what: str) -> float:
+    """The probability of all words together; less than LEAST -> Unreadable."""
     total = sum(mass.values())
     if not first:
         raise UnreadableReply(
             "the server sent no token log-probabilities; use one that supports logprobs and"
             " top_logprobs"
         )
-    if total <= 0 or total < least:
+    if total < LEAST:
         top = sorted(first.items(), key=lambda item: -item[1])[:3]
         likely = ", ".join(f"{token!r} {math.exp(p):.2g}" for token, p in top)
         raise UnreadableReply(

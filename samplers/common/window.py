@@ -9,6 +9,7 @@ from typing import Literal
 from flowrl.samplers import keys
 from flowrl.samplers.common.checks import check_counts
 
+KNEE = 13  # step at which exp_decay sets in, as in the paper
 Schedule = Literal["progressive", "random", "geometric", "decay", "exp_decay", "frozen"]
 
 
@@ -22,9 +23,7 @@ def window_start(
     high: int | None = None,
     every: int = 25,
     stride: int = 1,
-    every_min: int = 1,
     rate: float = 0.1,
-    knee: int = 13,
     seed: int = 0,
 ) -> int:
     """Return the first step of the window at an iteration: a pure function, so that nothing is
@@ -32,14 +31,13 @@ def window_start(
 
     The window of `size` steps stays inside [low, high); high None: steps - 1, the last step is ODE.
     progressive: the window moves on by `stride` every `every` iterations and returns to `low` at
-    the end. decay: the same, but it stays max(every_min, int(every (1 - l/M) + every_min l/M))
-    iterations at position l, M = steps - 2. exp_decay: it stays ceil(every exp(-rate max(l - knee,
-    0))). random: uniform at each iteration (Flow-GRPO-Fast). geometric: see geometric_place.
-    frozen: always low.
+    the end. decay: the same, but it stays max(1, int(every (1 - l/M) + l/M)) iterations at position
+    l, M = steps - 2. exp_decay: it stays ceil(every exp(-rate max(l - KNEE, 0))). random: uniform
+    at each iteration (Flow-GRPO-Fast). geometric: see geometric_place. frozen: always low.
     """
     high = steps - 1 if high is None else high
     check_window(steps, size, low, high)
-    check_counts(every=every, stride=stride, every_min=every_min)
+    check_counts(every=every, stride=stride)
     if schedule == "frozen":
         return low
     if schedule in ("random", "geometric"):
@@ -49,8 +47,8 @@ def window_start(
     end = max(steps - 2, 1)  # M counts the schedule's steps, whatever range the window has
     stays: dict[str, Callable[[int], int]] = {
         "progressive": lambda l: every,
-        "decay": lambda l: max(every_min, int(every * (1 - l / end) + every_min * l / end)),
-        "exp_decay": lambda l: math.ceil(every * math.exp(-rate * max(l - knee, 0))),
+        "decay": lambda l: max(1, int(every * (1 - l / end) + l / end)),
+        "exp_decay": lambda l: math.ceil(every * math.exp(-rate * max(l - KNEE, 0))),
     }
     if schedule not in stays:
         raise ValueError(

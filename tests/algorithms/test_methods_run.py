@@ -96,11 +96,9 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     (
         [
             "algorithm=mix_grpo",
-            "algorithm.window.every_min=2",
             "algorithm.window.rate=0.5",
-            "algorithm.window.knee=3",
         ],
-        ["algorithm.window.every_min=2", "algorithm.window.rate=0.5", "algorithm.window.knee=3"],
+        ["algorithm.window.rate=0.5"],
     ),
     (["algorithm=flow_grpo_fast", "algorithm.window.stride=2"], ["algorithm.window.stride=2"]),
     (
@@ -179,7 +177,6 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     ([FORWARD, "diversity.features=shapes", "diversity.weights=x"], ["diversity.weights=x"]),
     ([FORWARD, "diversity.features=shapes", "diversity.above=zero"], ["diversity.above=zero"]),
     ([FORWARD, "watch.patience=3"], ["watch.patience=3"]),
-    ([FORWARD, "watch.factor=0.5"], ["watch.factor=0.5"]),
     ([FORWARD, "sampler.eta=0.3"], ["sampler.eta=0.3"]),
     (
         [FORWARD, "diversity.features=shapes", "diversity.temperature=0.5"],
@@ -259,7 +256,6 @@ def test_a_sentence_says_what_would_give_the_options_an_effect():
             "algorithm=mix_grpo",
             "algorithm.window.schedule=exp_decay",
             "algorithm.window.rate=0.5",
-            "algorithm.window.knee=3",
         ],
         [
             "algorithm=branch_grpo_mix",

@@ -3,6 +3,7 @@ right thing."""
 
 import copy
 import itertools
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from flowrl.config import build, compose, load
 from flowrl.config import schema as config_schema
 from flowrl.config.compose import ConfigError, options
 from flowrl.config.facts import of_config
+from flowrl.config.gone import GONE, without_gone
 from flowrl.config.load import load_config, read_config
 from flowrl.config.schema import Config
 from flowrl.samplers import sigmas
@@ -466,8 +468,48 @@ def test_a_config_that_names_a_setting_which_is_gone_is_read(tmp_path):
         )
 
 
+def test_every_setting_which_is_gone_is_dropped_at_its_default_and_refused_at_another_value():
+    for key, (default, instead) in GONE.items():
+        section, *path, setting = key.split(".")
+        for value, kept in ((default, {}), ("other", None)):
+            tree = {setting: value}
+            for name in reversed(path):
+                tree, kept = {name: tree}, None if kept is None else {name: kept}
+            if kept is not None:
+                assert without_gone({section: tree, "seed": 1}) == {section: kept, "seed": 1}
+                continue
+            with pytest.raises(ValueError, match=rf"{re.escape(key)}=other is a setting that is"):
+                without_gone({section: tree})
+            assert without_gone({section: tree}, whatever=True) is not None
+        assert instead and not instead.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("entry", "where"),
+    [
+        ({"name": "vr_thinker", "most": 3}, "most"),
+        (
+            {"name": "win_rate", "judge": "vr_thinker", "judge_settings": {"most": 3}},
+            "judge_settings.most",
+        ),
+        (
+            {"name": "ensemble", "members": {"b": {"name": "vr_thinker", "most": 3}}},
+            "members.b.most",
+        ),
+    ],
+)
+def test_a_reward_is_known_by_its_name_where_a_setting_of_it_is_gone(entry, where):
+    with pytest.raises(ValueError, match=f"reward.a.{where}=3 is a setting that is gone"):
+        without_gone({"reward": {"a": entry}})
+    assert "'most'" not in str(without_gone({"reward": {"a": entry}}, whatever=True))
+    same = {"reward": {"most": 3, "vr_thinker": {"name": "clip", "most": 3}}}
+    assert without_gone(same) == same
+
+
 def test_a_run_goes_on_whose_checkpoint_names_a_setting_which_is_gone():
     now = identity.of_config(load_config(OLD))
     kept = copy.deepcopy(now)
     kept["config"]["train"]["profile_memory"] = True
+    kept["config"]["reward"]["vr_thinker"] = {"most": 3}
+    now["config"]["reward"]["vr_thinker"] = {}
     assert identity.differences(kept, now, Path("runs/old")) == []

@@ -114,7 +114,6 @@ FURTHER = [  # of a start: over words, and over what they name
     (f"{HELPED} data.sampler.help.column=help_prompt", "no prompt has a text in that column"),
     (f"{HELPED} data.sampler.help.column=prompt", "no prompt has a text in that column"),
     (f"{HELPED} data.sampler.help.column=include", "which is no text"),
-    (f"{HELPED} data.sampler.help.decay=2", "data.sampler.help.decay"),
     (f"{HELPED} {OFFLINE}", "helps new samples, and data.offline has none"),
     # old samples
     ("replay.size=2 algorithm=flow_grpo", "algorithm=flow_grpo reads the log-probs of denoising"),

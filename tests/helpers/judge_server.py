@@ -9,8 +9,11 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest import mock
 
 from PIL import Image
+
+from flowrl.rewards.judge import client
 
 
 @dataclass
@@ -116,18 +119,19 @@ class JudgeServer:
 
     def settings(self, **more):
         """Settings that every judge shares, fast to fail."""
-        return {"base_url": self.url, "backoff": 0.01, "retries": 2, "timeout": 5.0, **more}
+        return {"base_url": self.url, "retries": 2, "timeout": 5.0, **more}
 
 
 @contextmanager
-def serving(script):
+def serving(script, pause=0.01):
     server = JudgeServer(script if callable(script) else lambda body, n: script)
     thread = threading.Thread(
         target=server.http.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True
     )
     thread.start()
     try:
-        yield server
+        with mock.patch.object(client, "FIRST_PAUSE", pause):
+            yield server
     finally:
         server.http.shutdown()
         server.http.server_close()

@@ -106,10 +106,11 @@ def test_an_answer_that_failed_makes_its_sample_nan_whatever_its_weight_or_paren
 # --- judges
 
 
-def test_each_question_is_asked_once_about_its_own_picture_in_chunks():
+def test_each_question_is_asked_once_about_its_own_picture_in_chunks(monkeypatch):
+    monkeypatch.setattr("flowrl.rewards.checklist.AT_ONCE", 2)
     media = torch.stack([torch.full((3, 8, 8), level) for level in (0.2, 0.8)])
     judge = Judge({"bright?": lambda mean: mean, "dark?": lambda mean: 1 - mean, "yes": 1.0})
-    reward = rewards.load("checklist", answerer=judge, chunk=2)
+    reward = rewards.load("checklist", answerer=judge)
     lists = [[ask("bright?"), ask("dark?"), ask("yes")], [ask("bright?")]]
     values = reward(media, ["", ""], context(*lists))
     assert values.tolist() == pytest.approx([2 / 3, 0.8])
@@ -165,10 +166,11 @@ def test_within_uncached_every_question_is_asked_and_the_judge_is_told(tmp_path)
     assert len(judge.asked) == 3
 
 
-def test_why_a_judge_failed_is_told_with_its_samples():
+def test_why_a_judge_failed_is_told_with_its_samples(monkeypatch):
+    monkeypatch.setattr("flowrl.rewards.checklist.AT_ONCE", 1)
     judge = Judge({"lost": math.nan, "yes": 1.0})
     judge.problem = "it is asleep"
-    reward = rewards.load("checklist", answerer=judge, chunk=1)
+    reward = rewards.load("checklist", answerer=judge)
     scores = rewards.score(
         torch.rand(2, 3, 8, 8), ["a", "b"], {"c": reward}, context([ask("lost")], [ask("yes")])
     )

@@ -81,9 +81,13 @@ def test_a_mirror_image_has_the_same_value(photo, name, reading):
 
 
 @pytest.mark.parametrize(("name", "reading"), READINGS)
-def test_batch_mates_do_not_matter_and_a_video_has_the_mean_of_its_frames(photo, name, reading):
+def test_batch_mates_do_not_matter_and_a_video_has_the_mean_of_its_frames(
+    photo, name, reading, monkeypatch
+):
+    for module in ("sharpness", "tiling"):
+        monkeypatch.setattr(f"flowrl.rewards.{module}.AT_ONCE", 3)
     batch = torch.cat([photo, torch.rand_like(photo), tiled(photo, 2), torch.zeros_like(photo)])
-    reward = rewards.load(name, reading=reading, **({} if name == "saturation" else {"chunk": 3}))
+    reward = rewards.load(name, reading=reading)
     whole = reward(batch, [""] * 4)
     assert whole.dtype == torch.float32 and whole.shape == (4,)
     assert whole.tolist() == pytest.approx(

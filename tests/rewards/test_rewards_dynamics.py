@@ -129,13 +129,6 @@ def test_continuous_actions_agree_by_their_distance():
     context = given([[0.3, 0.0], [0.4, 0.8]])
     close = reward(Vector(), input="video", agreement="exp", scale=0.5)
     assert close(media, ["a"], context).item() == pytest.approx((1 + math.exp(-0.25 / 0.5)) / 2)
-    for threshold, expected in ((0.49, 0.5), (0.51, 1.0)):
-        assert (
-            reward(Vector(), input="video", agreement="threshold", threshold=threshold)(
-                media, ["a"], context
-            ).item()
-            == expected
-        )
 
 
 def test_the_gradient_of_agreement_moves_frames_towards_the_action():
@@ -297,7 +290,7 @@ def test_a_model_that_cannot_be_loaded_safely_is_one_sentence(idm, settings, sai
             r"agreement=exp takes a list of numbers a step, .* have shape \(1, 2\)",
         ),
         (
-            {"agreement": "threshold"},
+            {"agreement": "exp"},
             given([[0.0], [1.0]]),
             r"answered with shape \(1, 2, 3\); expected \(1, 2, 1\)",
         ),

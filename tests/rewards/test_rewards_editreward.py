@@ -1,8 +1,7 @@
-"""EditReward: two rubrics, two passes, two heads, three poolings; the source picture; the
+"""EditReward: two rubrics, two passes, two heads; the source picture; the
 reference's checkpoint layouts."""
 
 import hashlib
-import math
 import os
 
 import pytest
@@ -82,30 +81,6 @@ def test_each_head_reads_its_own_rubric_with_source_before_edit(load, media, sou
     assert torch.allclose(parts["following"], heads[0][:, 0], atol=1e-5)
     assert torch.allclose(parts["quality"], heads[1][:, 0], atol=1e-5)
     assert torch.allclose(parts["sigma"], ((heads[0][:, 1] + heads[1][:, 1]) / 2).exp(), rtol=1e-4)
-
-
-def test_pooling_by_hand():
-    """Heads (mu, log sigma) = (1, log 3) and (2, log 4): mean 1.5 and log sqrt(12); min 1 and log
-    3; sum 3 and log 5 (3, 4, 5)."""
-    heads = torch.tensor([[[1.0, math.log(3)]], [[2.0, math.log(4)]]])
-    for pooling, mu, sigma in [("mean", 1.5, math.sqrt(12)), ("min", 1.0, 3.0), ("sum", 3.0, 5.0)]:
-        assert torch.allclose(
-            editreward.pooled(heads, pooling), torch.tensor([[mu, math.log(sigma)]])
-        )
-
-
-def test_poolings_are_settings_over_the_same_heads(load, media, source):
-    parts = load().parts(media, PROMPTS, source)
-    assert torch.allclose(
-        load(pooling="min")(media, PROMPTS, source),
-        torch.minimum(parts["following"], parts["quality"]),
-        atol=1e-5,
-    )
-    assert torch.allclose(
-        load(pooling="sum")(media, PROMPTS, source),
-        parts["following"] + parts["quality"],
-        atol=1e-5,
-    )
 
 
 def test_the_source_and_its_place_change_a_score(load, media, source):

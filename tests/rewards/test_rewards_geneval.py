@@ -9,6 +9,7 @@ from PIL import Image
 
 from flowrl import rewards
 from flowrl.data.geneval import CLASSES, COLORS
+from flowrl.rewards import geneval
 from flowrl.rewards.geneval import Instance, Sizes, _kept, instances
 from flowrl.rewards.networks import detector as networks_detector
 from flowrl.rewards.networks.detector import DetectedObject, readings
@@ -277,18 +278,21 @@ def tiny_clip(tmp_path_factory):
         json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": text})
     )
     open_clip.add_model_config(folder)
-    return "flowrl-tiny-colours"
+    torch.manual_seed(0)
+    weights = folder / "random.pt"
+    torch.save(open_clip.create_model("flowrl-tiny-colours").state_dict(), weights)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geneval, "CLIP", "flowrl-tiny-colours")
+        patch.setattr(geneval, "SIDE", 64)
+        patch.setattr(geneval, "LONGEST", 64 * 1333 / 800)
+        yield str(weights)
 
 
 @pytest.fixture(scope="module")
 def load(detector, tiny_clip):
     def make(**settings):
-        torch.manual_seed(0)
-        return rewards.load(
-            "geneval",
-            **{"weights": str(detector), "clip": tiny_clip, "clip_weights": None, "side": 64}
-            | settings,
-        )
+        given = {"weights": str(detector), "clip_weights": tiny_clip} | settings
+        return rewards.load("geneval", **given)
 
     return make
 
@@ -470,22 +474,25 @@ def test_a_checkpoint_that_lacks_tensors_or_classes_is_refused(detector, load, t
         load(weights=str(tmp_path))
 
 
-def test_missing_weights_say_what_is_needed(load, tmp_path):
+def test_missing_weights_say_what_is_needed(load, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="there is no such file or folder"):
         load(weights=str(tmp_path / "nothing"))
+    monkeypatch.setattr(geneval, "CLIP", "ViT-L-14-quickgelu")
     said = 'CLIP "ViT-L-14-quickgelu" and clip_weights="nonsense", which could not be loaded'
     with pytest.raises(ValueError, match=said):
-        load(clip="ViT-L-14-quickgelu", clip_weights="nonsense")
+        load(clip_weights="nonsense")
     said = (
         "of timm/vit_large_patch14_clip_224.openai, .* set"
         " reward.geneval.clip_weights=/path/to/open_clip"
     )
     with pytest.raises(ValueError, match=said):
-        load(clip="ViT-L-14-quickgelu", clip_weights="openai")
+        load(clip_weights="openai")
 
 
 @pytest.mark.hub
-def test_the_published_detector_finds_the_cat_and_calls_it_no_dog():
+def test_the_published_detector_finds_the_cat_and_calls_it_no_dog(monkeypatch):
+    for name, value in {"CLIP": "ViT-L-14-quickgelu", "SIDE": 800, "LONGEST": 1333}.items():
+        monkeypatch.setattr(geneval, name, value)
     skimage = pytest.importorskip("skimage.data")
     reward = rewards.load("geneval")
     cat = torch.from_numpy(skimage.chelsea()).permute(2, 0, 1)[None].float() / 255

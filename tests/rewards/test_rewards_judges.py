@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -54,27 +53,23 @@ def test_a_critique_becomes_its_mean_less_one_over_three(load):
     assert (body["temperature"], body["max_tokens"]) == (0.1, 2048)
 
 
-def test_an_edit_is_shown_after_its_source_and_aspects_can_be_chosen(load):
+def test_an_edit_is_shown_after_its_source_and_a_reply_without_aspects_is_no_score(load):
     faithful = "2. Image Faithfulness:\n## Score: 4\n3. Physical"
     reply = CRITIQUE.format(tf=1).replace("2. Physical", faithful)
     context = MediaContext(source=FLAT.flip(0))
     with serving(reply) as server:
-        load_edit = partial(load, "rationalrewards", server, template="edit", task="edit")
-        judge = load_edit()
+        judge = load("rationalrewards", server, template="edit", task="edit")
         out = judge(FLAT, PROMPTS, context)
         assert judge.needs == {"source"} and out.tolist() == pytest.approx([(7.5 / 3 - 1) / 3] * 3)
-        one = load_edit(aspects=["image_faithfulness"])
-        assert one(FLAT, PROMPTS, context).tolist() == [1.0] * 3
-        assert load_edit(aspects=["text_rendering"]).refine(FLAT, PROMPTS, context)[0]
-        none = load_edit(aspects=["text_rendering"])
-        assert none(FLAT, PROMPTS, context).isnan().all()
-        assert "none of the aspects text_rendering has a score" in none.problem
+        assert judge.refine(FLAT, PROMPTS, context)[0]
     seen = sorted(levels(body) for body in server.requests[:3])
     assert seen == [[51, 153], [102, 102], [153, 51]]
     assert server.requests[0]["model"] == "RationalRewards-8B-Edit"
-    said = "image_faithfulness is not an aspect of task=t2i; choose from text_faithfulness"
-    with pytest.raises(ValueError, match=said):
-        rewards.load("rationalrewards", aspects=["image_faithfulness"])
+    with serving("2. Image Faithfulness:\n## Score: 4\n# Summary: fine") as server:
+        judge = load("rationalrewards", server, template="critique")
+        assert judge(FLAT, PROMPTS).isnan().all()
+    said = "none of the aspects text_faithfulness, physical_quality, text_rendering has a score"
+    assert said in judge.problem
 
 
 def test_a_critique_that_was_cut_is_no_score_and_no_refined_request(load):

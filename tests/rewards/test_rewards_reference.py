@@ -39,7 +39,6 @@ def test_psnr_is_ten_log10_of_one_over_the_squared_error():
     a = torch.full((3, 3, 16, 16), 0.5)
     b = a + torch.tensor([0.1, 0.01, 0.0]).view(3, 1, 1, 1)
     assert psnr(a, b).tolist() == pytest.approx([20, 40, 60], abs=1e-3)  # equal: the cap
-    assert psnr(a, b, cap=30).tolist() == pytest.approx([20, 30, 30], abs=1e-3)
     half = a.clone()
     half[:, :, :8] += 0.1  # half of the pixels: 3.01 dB more
     assert psnr(a, half)[0].item() == pytest.approx(20 + 10 * math.log10(2), abs=1e-3)

@@ -62,11 +62,10 @@ def test_the_overall_answer_is_the_preference(oa, p):
     assert out.tolist() == [p, p] and out.dtype == torch.float32 and judge.video == "only"
 
 
-def test_it_first_sees_some_frames_of_both_and_is_told_the_numbers():
+def test_it_first_sees_some_frames_of_both_and_is_told_the_numbers(monkeypatch):
+    monkeypatch.setattr("flowrl.rewards.vr_thinker.WORKSPACE", 8)
     with serving(answer(1)) as server:
-        load(server, initial=3, workspace=8, most=5, turns=4).compare(
-            DARK[:1], BRIGHT[:1], ["a {turns} cat"]
-        )
+        load(server, initial=3, images=11, turns=4).compare(DARK[:1], BRIGHT[:1], ["a {turns} cat"])
     body = server.requests[0]
     places = np.linspace(0, F - 1, 8, dtype=int)  # of twelve frames, eight can be asked for
     first = [int(places[i]) for i in np.linspace(0, 7, 3, dtype=int)]
@@ -133,20 +132,12 @@ def test_no_request_ever_holds_more_pictures_than_allowed():
         return call(*generator.integers(1, 2 * F + 1, generator.integers(1, 5)).tolist())
 
     with serving(script) as server:
-        out = load(server, initial=2, images=9, most=4, turns=12, concurrency=1).compare(
+        out = load(server, initial=2, images=9, turns=12, concurrency=1).compare(
             DARK[:1], BRIGHT[:1], ["a cat"]
         )
     assert out.isnan().all() and len(server.requests) == 12
     shown = [len(pictures(body)) for body in server.requests]
     assert max(shown) == 9 and shown[0] == 4
-
-
-def test_when_full_further_requests_can_be_refused_instead():
-    with serving(scripted(call(1, 2, 3), call(4, 5), call(6), answer(2))) as server:
-        judge = load(server, initial=1, images=6, when_full="refuse")
-        assert judge.compare(DARK[:1], BRIGHT[:1], ["a cat"]).tolist() == [0.0]
-    assert [len(pictures(body)) for body in server.requests] == [2, 5, 5, 6]
-    assert words(server.requests[2]).startswith("Only 1 further frames can be shown")
 
 
 def test_a_limit_below_what_is_shown_at_first_is_refused():

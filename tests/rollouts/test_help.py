@@ -31,8 +31,9 @@ def visit(helper, success, iteration=0, samples=4.0):
 # --- who is helped
 
 
-def test_help_begins_after_so_many_failures_and_ends_with_the_first_success():
-    helper = Helper(HelpConfig(after=2, guidance=4, decay=0), ["a"], 0)
+def test_help_begins_after_so_many_failures_and_ends_with_the_first_success(monkeypatch):
+    monkeypatch.setattr("flowrl.rollouts.help.FADE", 0.0)
+    helper = Helper(HelpConfig(after=2, guidance=4), ["a"], 0)
     found = []
     for success in (0.0, 0.0, 0.0, 1.0, 0.0):
         found.append((bool(helper.helps(0, FIRST)), visit(helper, success)["prompts/helped"]))
@@ -40,8 +41,9 @@ def test_help_begins_after_so_many_failures_and_ends_with_the_first_success():
     assert helper.state == {"a": [3, 1]}
 
 
-def test_a_prompt_that_succeeds_in_time_is_never_helped_and_failed_scoring_is_no_visit():
-    helper = Helper(HelpConfig(after=2, guidance=4, decay=1), ["a"], 0)
+def test_a_prompt_that_succeeds_in_time_is_never_helped_and_failed_scoring_is_no_visit(monkeypatch):
+    monkeypatch.setattr("flowrl.rollouts.help.FADE", 1.0)
+    helper = Helper(HelpConfig(after=2, guidance=4), ["a"], 0)
     for success in (0.0, 1.0, 0.0, 0.0, 0.0):
         visit(helper, success)
         assert not helper.helps(0, FIRST)
@@ -82,7 +84,7 @@ def test_without_help_nothing_is_counted():
 # --- runs
 
 
-HELPED = {"after": "2", "guidance": "3", "steps": "3", "column": "better", "decay": "0"}
+HELPED = {"after": "2", "guidance": "3", "steps": "3", "column": "better"}
 HELPED = {f"data__sampler__help__{name}": value for name, value in HELPED.items()}
 
 
@@ -111,6 +113,7 @@ def ran(tmp_path_factory):
     own |= {"guard__check_rewards": "false", "algorithm__steps": "1", "sampler__steps": "2"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(draw, "roll_out", watched)
+        patch.setattr("flowrl.rollouts.help.FADE", 0.0)
         patch.setattr(build, "load_set", lambda _: load_set({"planted": reward}))
         untouched = list(small.trainer(folder / "plain", **(own | {"iterations": "3"})))
         assert all(set(texts) == {EASY, HARD} and g == "none" for texts, g, _ in seen)

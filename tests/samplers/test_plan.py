@@ -190,11 +190,11 @@ def test_progressive_window_moves_every_so_often_and_returns():
 
 def test_decay_stays_shorter_and_shorter():
     """T = 10, so M = 8: 10 - 9 l / 8 rounded down is 10, 8, 7, 6, 5, 4 for l = 0..5."""
-    out = starts("decay", 41, every=10, every_min=1)
+    out = starts("decay", 41, every=10)
     # 40 iterations and one of the next round
     assert out == [0] * 10 + [1] * 8 + [2] * 7 + [3] * 6 + [4] * 5 + [5] * 4 + [0]
     # M belongs to the schedule, not to the range that is chosen
-    narrow = starts("decay", 26, every=10, every_min=1, high=6)
+    narrow = starts("decay", 26, every=10, high=6)
     assert narrow == [0] * 10 + [1] * 8 + [2] * 7 + [0]
     assert window_start("decay", 5, steps=2, size=1) == 0
 

@@ -169,8 +169,9 @@ def saved(run):
     return [folder.name for folder in checkpoint.steps(run)][-1]
 
 
-def test_a_constant_reward_ends_the_run_after_a_checkpoint(tmp_path, caplog):
-    settings = {"guard__warn_after": "1", "guard__stop_after": "2"}
+def test_a_constant_reward_ends_the_run_after_a_checkpoint(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("flowrl.training.watch.guards.WARN_AFTER", 1)
+    settings = {"guard__stop_after": "2"}
     made = run_with(tmp_path, lambda media, *_: torch.ones(len(media)), **settings)
     with caplog.at_level(logging.WARNING), pytest.raises(Dead, match="no optimizer step was taken"):
         made.run()

@@ -65,7 +65,7 @@ def test_the_joint_gradient_is_the_sum_of_both(method, options):
     policy = ToyPolicy(0.3)
     algorithm = method(method.Config(**options))
     _, rollout, _, rows = prepared(algorithm, policy)
-    own, beside = term(algorithm, rows), climbed(policy, rollout, copies=2, scale=0.3)
+    own, beside = term(algorithm, rows), climbed(policy, rollout, scale=0.3)
     found = {}
     for name, terms in {"own": [own], "beside": [beside], "both": [own, beside]}.items():
         _, norm = learner(policy).gradient(rollout, terms)
@@ -77,11 +77,11 @@ def test_the_joint_gradient_is_the_sum_of_both(method, options):
 
 def test_each_term_is_a_mean_over_its_own_rows():
     """Half of the method's rows leave the other term as it is, and it has the gradient of minus the
-    mean reward of the estimates."""
+    mean reward of the estimates, divided by their sigma."""
     policy = ToyPolicy(0.3)
     algorithm = GRPO(GRPO.Config())
     _, rollout, _, rows = prepared(algorithm, policy)
-    beside = climbed(policy, rollout, copies=2, sigma=0.3, rescale=False)
+    beside = climbed(policy, rollout, sigma=0.3)
     found = []
     for kept in (rows, rows[torch.arange(0, len(rows), 2)]):
         own = term(algorithm, kept)
@@ -92,11 +92,11 @@ def test_each_term_is_a_mean_over_its_own_rows():
     assert torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
     chosen, s = beside.rows, 0.3
     x = (1 - s) * rollout.leaves[chosen.sample] + s * keys.gaussian(chosen.noise_key, (2,))
-    v = policy.velocity(x, torch.full((48,), s), None, chosen.prompt)
+    v = policy.velocity(x, torch.full((24,), s), None, chosen.prompt)
     loss = -nearness(x - s * v, chosen.prompt).mean()
     policy.zero_grad()
     loss.backward()
-    assert torch.allclose(found[0], gradient(policy.net), rtol=1e-3, atol=1e-5)
+    assert torch.allclose(found[0], gradient(policy.net) / s, rtol=1e-3, atol=1e-5)
     assert beside.weight == 24 and float(metrics[1]["gradient/reward"]) / 24 == pytest.approx(
         -loss.item(), rel=1e-5
     )
@@ -115,8 +115,7 @@ class Linear:
         return x.sum(1)
 
 
-@pytest.mark.parametrize("rescale", [False, True])
-def test_an_estimate_of_a_linear_field_by_hand(monkeypatch, rescale):
+def test_an_estimate_of_a_linear_field_by_hand(monkeypatch):
     """x0 = (2, 4), eps = (1, -1), sigma = .25: x = .75 x0 + .25 eps = (1.75, 2.75) and the estimate
     is x - .25 * .5 x = .875 x, whose sum is .875 * 4.5 = 3.9375. d/da = -.25 * 4.5 = -1.125, or
     -4.5 divided by sigma. With scale 2 the loss has -2 times both."""
@@ -126,22 +125,22 @@ def test_an_estimate_of_a_linear_field_by_hand(monkeypatch, rescale):
     one = torch.zeros(1, dtype=torch.int64)
     columns = {"prompt": one, "sample": one, "noise_key": one, "weight": torch.ones(1)}
     rows = Columns({**columns, "sigma": torch.tensor([0.25], dtype=torch.float64)})
-    policy, objective = Linear(), climb(scale=2.0, rescale=rescale)
+    policy, objective = Linear(), climb(scale=2.0)
     scores = objective.score(policy, rollout, rows)
     out = objective.loss(scores, rows)
     out.loss.backward()
     assert scores["reward"].item() == pytest.approx(3.9375)
     assert out.loss.item() == pytest.approx(-7.875)
-    assert policy.a.grad.item() == pytest.approx(9.0 if rescale else 2.25)
+    assert policy.a.grad.item() == pytest.approx(9.0)
 
 
-def test_rows_are_copies_of_valid_samples_at_levels_of_their_own():
+def test_rows_are_valid_samples_at_levels_of_their_own():
     _, rollout, _, _ = prepared(GRPO(GRPO.Config()))
     valid = torch.ones(24, dtype=torch.bool)
     valid[3] = False
-    rows = climb(copies=3, sigma=(0.2, 0.4)).rows(rollout, valid, seed=0, iteration=1)
-    assert rows.sample.bincount().tolist() == [3, 3, 3, 0, *[3] * 20]
-    assert len(set(rows.noise_key.tolist())) == len(set(rows.sigma.tolist())) == 69
+    rows = climb(sigma=(0.2, 0.4)).rows(rollout, valid, seed=0, iteration=1)
+    assert rows.sample.bincount().tolist() == [1, 1, 1, 0, *[1] * 20]
+    assert len(set(rows.noise_key.tolist())) == len(set(rows.sigma.tolist())) == 23
     assert 0.2 <= float(rows.sigma.min()) < 0.23 and 0.37 < float(rows.sigma.max()) <= 0.4
     assert float(rows.weight.sum()) == pytest.approx(23)
     few = climb(samples=2, sigma=0.3).rows(rollout, valid, seed=0, iteration=1)

@@ -87,7 +87,6 @@ def test_a_watched_run_that_was_resumed_equals_the_uninterrupted_one(tmp_path):
         "watch__smooth": "1",
         "watch__errors": "1e-9",
         "stop__watch": "lower",
-        "watch__factor": "0.5",
     }
     whole, run = tmp_path / "whole", tmp_path / "run"
     small.trainer(whole, **changes, iterations="4").run()
@@ -117,9 +116,8 @@ def test_nothing_is_watched_by_default(monkeypatch, tmp_path):
     assert made.parts.watch.spared([0, 1, 2]) == set() and made.parts.watch.state["rate"] == 1
 
 
-def test_rare_checkpoints_and_a_factor_in_vain_are_said(monkeypatch, tmp_path, caplog):
+def test_rare_checkpoints_are_said(monkeypatch, tmp_path, caplog):
     small.load_once(monkeypatch)
-    changes = {**HELD_OUT, "checkpoint__every": "50", "watch__factor": "0.2"}
+    changes = {**HELD_OUT, "checkpoint__every": "50"}
     small.trainer(tmp_path / "run", **changes)
     assert "checkpoint.every=50 is more than watch.smooth=2" in caplog.text
-    assert "watch.factor=0.2 has no effect" in caplog.text

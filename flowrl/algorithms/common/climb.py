@@ -30,10 +30,8 @@ class Gradient(Protocol):
     """The settings of section `gradient`."""
 
     sigma: float | tuple[float, float]  # noise level of the estimates, or its range
-    copies: int  # noised copies of a sample
     samples: int | None  # most samples used from one group; None: all
     scale: float  # factor of this term of the loss
-    rescale: bool  # whether the gradient of an estimate is divided by its sigma
 
 
 class Climb(base.Algorithm):
@@ -42,16 +40,14 @@ class Climb(base.Algorithm):
     config: Gradient
 
     def rows(self, rollout: Rollout, valid: Tensor, *, seed: int, iteration: int) -> Columns:
-        """A row for each copy of a valid (B,) sample: at most `samples` of a group."""
+        """A row for each valid (B,) sample: at most `samples` of a group."""
         c = self.config
         named = keys.key("climbed", seed, iteration, rollout.leaf_key)
         sample = torch.nonzero(valid).flatten()
         if c.samples is not None:
             sample = sample[keys.uniform(named[sample]).argsort()]
             sample = sample[place_in_group(rollout.group[sample]) < c.samples].sort().values
-        number = torch.arange(c.copies, device=sample.device).repeat(len(sample))
-        sample = sample.repeat_interleave(c.copies)
-        noise_key = keys.key("copy", named[sample], number)
+        noise_key = keys.key("copy", named[sample], 0)
         low, high = c.sigma if isinstance(c.sigma, tuple) else (c.sigma, c.sigma)
         sigma = low + (high - low) * keys.uniform(keys.key("level", noise_key))
         # Stable Diffusion was trained on noise levels up to 0.94 only
@@ -62,7 +58,7 @@ class Climb(base.Algorithm):
                 "sample": sample,
                 "sigma": sigma.clamp(max=most),
                 "noise_key": noise_key,
-                "weight": torch.full((len(sample),), 1 / c.copies, device=sample.device),
+                "weight": torch.ones(len(sample), device=sample.device),
             }
         )
 
@@ -78,7 +74,7 @@ class Climb(base.Algorithm):
         x0 = rollout.at(rollout.leaf[batch.sample])
         x = noised(x0, batch.host("noise_key"), batch.sigma)
         call = partial(recomputed, velocity)
-        x0 = estimated(call, x, batch.sigma, rescale=self.config.rescale)
+        x0 = estimated(call, x, batch.sigma, rescale=True)
         return {"reward": policy.reward(x0, rollout, batch.sample, 0.0)}
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:

@@ -74,17 +74,11 @@ class Window(base.Options):
             " exp_decay)."
         ),
     )
-    every_min: Annotated[PositiveInt, scheduled("decay")] = Field(
-        1, description="Fewest iterations that the window stays at one place."
-    )
     stride: Annotated[PositiveInt, scheduled("progressive", "decay", "exp_decay", "adaptive")] = (
         Field(1, description="Steps the window moves at a time.")
     )
     rate: Annotated[PositiveFloat, scheduled("geometric", "exp_decay")] = Field(
-        0.1, description="Rate of exp_decay per step beyond the knee; ratio of geometric, below 1."
-    )
-    knee: Annotated[int, scheduled("exp_decay")] = Field(
-        13, ge=0, description="Step at which the decay sets in."
+        0.1, description="Rate of exp_decay per step beyond the 13th; ratio of geometric, below 1."
     )
 
 

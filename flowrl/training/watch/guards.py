@@ -17,6 +17,7 @@ from flowrl.rewards.core.failures import KINDS
 from flowrl.runtime.log import logger
 
 Metrics = Mapping[str, float]
+WARN_AFTER = 10  # iterations in a row; honest runs on rewards that are mostly 0 have a few
 
 
 class Dead(RuntimeError):
@@ -78,7 +79,7 @@ def signs(
     out: dict[str, Sign] = {}
     if metrics["optimizer/step"] == before.get("optimizer/step", 0):
         out["no step"] = Sign(
-            said_after=settings.warn_after,
+            said_after=WARN_AFTER,
             stops_after=settings.stop_after,
             sentence=_no_step(metrics),
         )
@@ -94,7 +95,7 @@ def signs(
             harmless = not weight or mean == ends[weight > 0]
             last = None if harmless else settings.stop_after
             out[f"constant {label}"] = Sign(
-                said_after=settings.warn_after, stops_after=last, sentence=_constant(label, mean)
+                said_after=WARN_AFTER, stops_after=last, sentence=_constant(label, mean)
             )
         if abs(weight) * (abs(mean) + std) > settings.huge:
             out[f"huge {label}"] = Sign(

@@ -19,6 +19,8 @@ from flowrl.training.observe import Observation
 from flowrl.training.watch.drift import base_of, drift
 from flowrl.training.watch.peak import Peak, find_peak
 
+LOWER = 0.1  # what an alarm multiplies the learning rate by
+
 
 class Watch:
     """An observer, which turns every iteration into the metrics watch/*.
@@ -71,7 +73,7 @@ class Watch:
             "watch/past_peak": float(past),
         }
         if past and self.lower:
-            state.update(rate=state["rate"] * settings.factor, since=number, below=0)
+            state.update(rate=state["rate"] * LOWER, since=number, below=0)
         return out if not self.lower else out | {"watch/rate": state["rate"]}
 
     def read(self, seen: Mapping[str, Tensor], group: Tensor) -> dict[str, float]:

@@ -55,13 +55,6 @@ def test_scores_compare_as_one_half_and_nothing():
     assert out.tolist() == [1.0, 0.0] and out.dtype == torch.float32
 
 
-def test_a_margin_makes_near_scores_a_tie():
-    judge = from_pointwise(brightness, margin=0.25)
-    assert judge.prefer(
-        torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.25, 0.125, 0.875])
-    ).tolist() == [0.5, 1.0, 0.0]
-
-
 def test_a_temperature_gives_bradley_terry_probabilities():
     out = from_pointwise(brightness, temperature=0.5).prefer(
         torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
@@ -72,7 +65,6 @@ def test_a_temperature_gives_bradley_terry_probabilities():
 def test_a_score_that_failed_decides_nothing():
     for judge in (
         from_pointwise(brightness),
-        from_pointwise(brightness, margin=1.0),
         from_pointwise(brightness, temperature=1.0),
     ):
         assert (

@@ -62,8 +62,7 @@ def test_a_request_holds_the_settings_and_no_key_unless_one_is_named(monkeypatch
             server,
             temperature=0.5,
             max_tokens=7,
-            seed=3,
-            extra={"top_p": 0.9, "max_tokens": None, "max_completion_tokens": 8},
+            extra={"seed": 3, "top_p": 0.9, "max_tokens": None, "max_completion_tokens": 8},
         )
         ask(server, api_key_env="MY_KEY", fields={"logprobs": True})
     first, second = server.requests
@@ -87,12 +86,13 @@ def test_pictures_arrive_without_loss():
     assert small.size == (16, 11)
 
 
-def test_the_same_question_is_asked_once_while_its_reply_is_kept():
+def test_the_same_question_is_asked_once_while_its_reply_is_kept(monkeypatch):
     with serving(lambda body, n: f"Final Score: {n + 1}") as server:
         one = judge(server)
         assert one.ask_all([ONE], score) == one.ask_all([ONE], score) == [1.0]
         assert len(server.requests) == 1
-        fresh = judge(server, cache=0)
+        monkeypatch.setattr(client, "KEPT", 0)
+        fresh = judge(server)
         assert fresh.ask_all([ONE], score) == [2.0] and fresh.ask_all([ONE], score) == [3.0]
     assert one.used == 10 and fresh.used == 20
 
@@ -148,8 +148,8 @@ def test_the_pauses_double_and_retry_after_is_honoured():
         times.append(time.monotonic())
         return Answer("Final Score: 4", status=200 if n == 4 else 503, headers=next(after))
 
-    with serving(script) as server:
-        assert ask(server, retries=4, backoff=0.02) == [4.0]
+    with serving(script, pause=0.02) as server:
+        assert ask(server, retries=4) == [4.0]
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
     assert gaps[0] >= 0.02 and gaps[1] >= 0.04  # "at once" is not believed of a server that is busy
     # the server's 0.3 and not the pause of 0.08; for a date that has passed the pause
@@ -341,9 +341,10 @@ def test_one_fatal_answer_ends_the_others_without_waiting_for_them():
 # --- the budget
 
 
-def test_a_spent_budget_stops_the_run_and_says_so():
+def test_a_spent_budget_stops_the_run_and_says_so(monkeypatch):
+    monkeypatch.setattr(client, "KEPT", 0)
     with serving(Answer("Final Score: 4", tokens=60)) as server:
-        one = judge(server, token_budget=100, concurrency=1, cache=0)
+        one = judge(server, token_budget=100, concurrency=1)
         assert one.ask_all([ONE], score) == [4.0] and one.used == 60
         with pytest.raises(
             RewardUnavailable,

@@ -44,7 +44,7 @@ def readers(tmp_path_factory):
         "unifiedreward": written("unifiedreward", "variant", **texts),
         "rationalrewards": written("rationalrewards", **critic),
         "vr_thinker": written("vr_thinker", "mode"),
-        "vlm_logit": lambda row: of_token(row, lambda first: digit_mean(first, 5, 0.01) / 5),
+        "vlm_logit": lambda row: of_token(row, lambda first: digit_mean(first, 5) / 5),
         "vlm_yesno": lambda row: of_token(
             row, lambda first: yes_share(first, variants=row["variant"] == "variants")
         ),
