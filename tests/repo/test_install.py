@@ -168,12 +168,13 @@ def test_the_page_of_installation_holds_what_is_built_and_every_extra():
     assert with_dev <= set(re.findall(r"\w+", row))
 
 
-def test_make_alone_lists_its_targets():
+def test_make_alone_lists_its_targets_and_pip_shows_its_progress():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()) - {"help"}
     head = makefile.partition("\nPYTHON")[0]
     assert set(re.findall(r"^# make (\w+)", head, re.M)) == targets
     assert re.search(r"^(\w+):", makefile, re.M)[1] == "help"
+    assert "-m pip install --require-hashes --requirement $(LOCK)" in makefile  # shows progress
 
 
 # --- the name of the distribution
