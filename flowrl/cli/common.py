@@ -239,10 +239,14 @@ def parse_run(overrides: list[str] | None, resume: Path | None = None) -> Any:
     it would not."""
     from flowrl.config.facts import of_config
     from flowrl.config.load import load_config
+    from flowrl.runtime.excerpt import part
     from flowrl.runtime.store.run_folder import config_file
 
     if resume is None:
         cfg = parse_config(overrides)
+        for source in (cfg.data.train, cfg.data.eval) if not cfg.data.offline else ():
+            if source:
+                part("flowrl.data.prompts", "check_source")(source)
     elif (resume / "checkpoints").is_dir() and not (resume / "config.yaml").is_file():
         from flowrl.training.resume import config_of
 

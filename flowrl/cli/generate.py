@@ -118,7 +118,7 @@ def generate(
     with one_sentence_errors():
         # words first: so far nothing imports torch
         model = expanded(model)
-        _judge(model, output, pipeline, scaled=rlg != 1 and lora is None)
+        _judge(model, lora, output, pipeline, rlg)
         named = parse_columns(columns)
         how: dict[str, Any] = {"steps": steps, "seed": seed, "rlg": rlg, "best_of": best_of}
         how |= {"guidance": parse_guidance(guidance), "search": _search(search, calls)}
@@ -153,14 +153,18 @@ def generate(
         next_steps(f"flowrl score {quote(str(saved[0]))} --prompt {quote(first)} {rewards}")
 
 
-def _judge(model: str, output: Path | None, pipeline: list[str] | None, *, scaled: bool) -> None:
-    """Raise ValueError for what is wrong with these words. scaled: --rlg is given, and no LoRA."""
+def _judge(
+    model: str, lora: Path | None, output: Path | None, pipeline: list[str] | None, rlg: float
+) -> None:
+    """Raise ValueError for what is wrong with these words, before torch is imported."""
     if output:
         part("flowrl.data.media", "check_output")(output)
+    if lora and not lora.exists():
+        part("flowrl.config.build", "lora_of")(lora)  # whose error names what may be given
     named_values("--pipeline", pipeline, "height=512", lambda name: frozenset())
     if is_run(model):
         return
-    if scaled:
+    if rlg != 1 and lora is None:
         raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
     check_model(model)
 

@@ -108,10 +108,19 @@ def meta_rows(prompts: Prompts, ids: list[int], media: Tensor) -> tuple[list[str
     return batch.text, conditions.context_of(batch.meta, media, batch.ids)
 
 
-def _generated(source: str) -> Prompts:
+def check_source(source: str) -> None:
+    """Raise ValueError for a generated list that is not known, or a file that is not there; no list
+    is read."""
     parts = [f"{world}:{part}" for world in WORLDS for part in ("train", "eval")]
-    if source not in parts:
-        raise ValueError(f'unknown data "{source}"{did_you_mean(source, parts)}')
+    if source.partition(":")[0] in WORLDS:
+        if source not in parts:
+            raise ValueError(f'unknown data "{source}"{did_you_mean(source, parts)}')
+    elif not is_place(source) and not hf.is_dataset(source) and not located(source).exists():
+        tables.read(located(source))  # whose error says which files there may be
+
+
+def _generated(source: str) -> Prompts:
+    check_source(source)
     world, _, part = source.partition(":")
     return getattr(importlib.import_module(WORLDS[world]), f"{part}_prompts")()
 

@@ -43,6 +43,7 @@ class Excerpt:
         self.name, self.path = name, path
         self.running: list[ast.AST] = []  # a function may call itself
         self.names = ModuleType(f"{name} (excerpt)")
+        self.names.__file__ = str(path)
         sys.modules[self.names.__name__] = self.names  # pydantic looks annotations up there
         body = ast.parse(path.read_text(encoding="utf-8")).body
         self.statements = {name: node for node in body for name in _defined(node)}

@@ -74,6 +74,9 @@ MISTAKES = {
     "train algorithm=branch_grpo algorithm.ratio=sequence": "share steps; use ratio=ppo",
     "train train.shard=[denoiser] train.compile=blocks": "leave one of the two out",
     "budget model.quantize=int8 train.mode=full": "use train.mode=lora, or leave one of the two",
+    "train data.train=shapes:trian": 'unknown data "shapes:trian"; did you mean "shapes:train"',
+    "train data.eval=nowhere.txt reward=jpeg": "prompt file nowhere.txt does not exist",
+    "generate shapes-sd3 a_cat --lora nowhere": "there is no nowhere; give a finished run",
     "train --accept-changes": "--accept-changes is about a run that goes on; add --resume RUN",
     "train --resume nowhere": "nowhere is not a run folder: it has no config.yaml",
     # generate
