@@ -9,7 +9,11 @@ import typer
 from flowrl.cli.common import Json, Overrides, as_json, one_sentence_errors, parse_config, show
 
 Device = Annotated[
-    str, typer.Option(help="h100, h200, a100, a100-40gb, l40s, rtx4090, or cpu: this machine's.")
+    str,
+    typer.Option(
+        help="h100, h200, b200, a100, a100-40gb, l40s, a6000, rtx3090, rtx4090, rtx5090, or cpu:"
+        " this machine's."
+    ),
 ]
 Gpus = Annotated[int, typer.Option(help="Processes, one a device, on all machines together.")]
 Machines = Annotated[int, typer.Option(help="Machines that they are on.")]
@@ -52,10 +56,11 @@ def budget(
 
 
 def tables(found: Any) -> list[Any]:
-    """A budget as tables: each phase, what stays, and the cards."""
+    """A budget as tables: each phase, the whole run, what stays, and the cards."""
     from rich.table import Table
 
     from flowrl.training.budget.fit import CARDS, as_words
+    from flowrl.training.budget.whole_run import hours
 
     # First table: one row for each phase of an iteration.
     b = found.own
@@ -81,23 +86,31 @@ def tables(found: Any) -> list[Any]:
     total = f"{b.seconds:.3g}", f"{b.flops / 1e12:.4g}"
     phases.add_row("an iteration", f"{b.peak:.2f}", "", *total, "", style="bold")
 
-    # Second table: what stays in memory from phase to phase.
+    # Second table: from the start of the run to its end.
+    run = Table(title=f"The run of {b.iterations} iterations, without rewards")
+    for name in ("part", "h:min"):
+        run.add_column(name, justify="left" if name == "part" else "right")
+    for name, seconds in b.run.items():
+        run.add_row(name, hours(seconds), style="bold" if name == "total" else None)
+
+    # Third table: what stays in memory from phase to phase.
     stays = Table(title=f"What stays, GB ({b.parameters['trained']:,} trained weights)")
     for name in ("of", "GB"):
         stays.add_column(name, justify="left" if name == "of" else "right")
     for name, size in b.fixed.items():
         stays.add_row(name, f"{size:.2f}")
 
-    # Third table: the settings with which each card holds the run.
+    # Fourth table: the settings with which each card holds the run.
     cards = Table(title=f"Cards ({b.device.source})")
-    for name in ("card", "fits", "needs GB", "seconds an iteration"):
-        cards.add_column(name, justify="right" if "s" in name[-2:] and name != "fits" else "left")
+    for name in ("card", "fits", "needs GB", "seconds an iteration", "h:min of the run"):
+        cards.add_column(name, justify="left" if name in ("card", "fits") else "right")
     for card, free in CARDS.items():
         step = found.on(free)
         if step is None:
-            cards.add_row(f"{card} GB", "no", f"{found.steps[-1].budget.needed:.1f}", "")
+            cards.add_row(f"{card} GB", "no", f"{found.steps[-1].budget.needed:.1f}", "", "")
             continue
         how = f"with {as_words(step.settings)}" if step.settings else "yes"
         needed, seconds = step.budget.needed, step.budget.seconds
-        cards.add_row(f"{card} GB", how, f"{needed:.1f}", f"{seconds:.3g}")
-    return [phases, stays, cards]
+        whole = hours(step.budget.run["total"])
+        cards.add_row(f"{card} GB", how, f"{needed:.1f}", f"{seconds:.3g}", whole)
+    return [phases, run, stays, cards]

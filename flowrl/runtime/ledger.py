@@ -24,8 +24,19 @@ from flowrl.runtime.memory import note_phase
 
 # (latents, rollout, samples, noise level of the latents) -> rewards (n,)
 RewardOf = Callable[[Tensor, Any, Tensor, float], Tensor]
-# dense bf16 FLOP/s, according to the vendors' sheets
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+# Dense bf16 FLOP/s, summed in fp32 and without sparsity: data sheets of H100 SXM, H200 SXM, HGX B200,
+# A100 SXM and L40S; NVIDIA's whitepapers of GA102 (RTX 3090, RTX A6000), Ada and RTX Blackwell.
+PEAK_FLOPS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A6000": 154.8e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+    "RTX 5090": 209.5e12,
+}
 
 
 class FlopCounter(TorchDispatchMode):

@@ -22,7 +22,8 @@ from flowrl.training.budget.call_costs import COMPILED, Costs
 from flowrl.training.budget.meter import POINTWISE, bytes_of
 from flowrl.training.budget.planner import Planner
 from flowrl.training.budget.rehearsal import PolicyCall
-from flowrl.training.budget.roofline import GPUS, of_cuda
+from flowrl.training.budget.roofline import GPUS, device, of_cuda
+from flowrl.training.budget.whole_run import guidances, hours
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "budget.py"
 spec = importlib.util.spec_from_file_location("bench_budget", SCRIPT)
@@ -257,6 +258,94 @@ def test_rings_between_machines_cross_over_all_adapters_of_a_machine():
     assert GPUS["rtx4090"].over(2, 8).link == 4 * GPUS["rtx4090"].network
 
 
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [
+        *((name, name) for name in GPUS),
+        ("RTX 4090", "rtx4090"),
+        ("3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("A100-80GB", "a100"),
+        ("a100_40gb", "a100-40gb"),
+        ("RTX-A6000", "a6000"),
+        ("H200 SXM", "h200"),
+        ("Nvidia B200", "b200"),
+    ],
+)
+def test_a_device_is_known_by_its_names(said, known):
+    assert device(said) is GPUS[known]
+
+
+def test_gpus_are_scaled_by_their_data_sheets():
+    """bf16 with fp32 sums, without sparsity: an RTX 3090 has 71 TFLOP/s, an H100 989."""
+    ratio = {name: GPUS[name].ceiling / H100.ceiling * 989 for name in GPUS}
+    assert ratio == pytest.approx(
+        {
+            "h100": 989,
+            "h200": 989,
+            "b200": 2250,
+            "a100": 312,
+            "a100-40gb": 312,
+            "l40s": 362,
+            "a6000": 154.8,
+            "rtx3090": 71,
+            "rtx4090": 165.2,
+            "rtx5090": 209.5,
+        }
+    )
+    assert of_cuda("NVIDIA GeForce RTX 3090", 23.6).ceiling == GPUS["rtx3090"].ceiling
+    assert of_cuda("NVIDIA RTX A6000", 47.5).ceiling == GPUS["a6000"].ceiling
+    help_text = CliRunner().invoke(app, ["budget", "--help"]).output
+    assert not [name for name in GPUS if name not in help_text]
+
+
+EVALUATED = ["data.eval=shapes:eval", "eval.at_start=true", "eval.baseline_guidance=3"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["eval.every=0"], ["none", "none", 3.0]),
+        (["eval.every=0", "eval.baseline_guidance=null"], ["none", "none"]),
+        (["eval.every=5"], ["none"] * 3 + [3.0]),  # the one at 10 is the last, which comes anyway
+        (["eval.every=4", "eval.at_start=false"], ["none"] * 3),
+        (["data.eval=null"], []),
+    ],
+)
+def test_evaluations_of_a_run_are_counted(words, expected):
+    cfg = shapes("mix_grpo", "iterations=10", *EVALUATED, *words)
+    assert guidances(cfg) == expected
+
+
+def test_a_run_takes_its_iterations_evaluations_and_loading(planner):
+    def plan(*words):
+        few = ["batch.prompts=4", "iterations=7", "eval.every=0"]
+        return planner.budget(shapes("flow_grpo", *few, *EVALUATED, *words))
+
+    told = plan("eval.baseline_guidance=null")
+    assert told.run["iterations"] == pytest.approx(7 * told.seconds)
+    assert told.run["loading"] > 0
+    assert told.run["total"] == pytest.approx(sum(v for k, v in told.run.items() if k != "total"))
+    more = plan("eval.baseline_guidance=null", "eval.images=1024", "eval.steps=32")
+    sampled = told.evaluations, more.evaluations
+    assert 2 * sampled[0] < sampled[1] < 4.001 * sampled[0]  # decoding takes no more steps
+    assert plan().evaluations > 1.5 * told.evaluations
+    assert plan("data.eval=null").evaluations == 0
+    assert (hours(0), hours(61), hours(12 * 3600 - 1)) == ("0:00", "0:02", "12:00")
+
+
+def test_another_device_has_the_rows_of_the_first_and_its_own_seconds(planner):
+    other = planner.on(GPUS["rtx3090"])
+    first, second = planner.budget(), other.budget()
+    assert second.rows == first.rows and second.peak == first.peak
+    anew = Planner(planner.cfg, GPUS["rtx3090"]).budget()
+    # a network's first call may have a few operators more
+    assert second.run == pytest.approx(anew.run, rel=0.03)
+    gemm = [told.phases["update"].ledger["gemm_fp32"] for told in (first, second)]
+    assert gemm[1] > 2 * gemm[0]
+    assert planner.budget().seconds == first.seconds
+
+
 def cli(*words):
     return CliRunner().invoke(app, ["budget", *words])
 
@@ -277,7 +366,7 @@ RED = Path(__file__).resolve().parents[2] / "docs" / "examples" / "red.py"
 WORDS = ["model=shapes-sd3", "algorithm=nft", "data=shapes", f"reward={RED}:red", *SMALL]
 PHASE = "gb above_gb seconds flops rows ledger"
 KEYS = (
-    "model pipeline architecture device gpus basis samples parameters gb phases rows"
+    "model pipeline architecture device gpus basis samples parameters gb phases rows run"
     " first_iteration all_reduce seconds flops utilisation cards notes"
 )
 
@@ -286,6 +375,7 @@ KEYS = (
     ("words", "said"),
     [
         ([*WORDS, "--device", "h10"], 'unknown device "h10"; did you mean "h100"'),
+        ([*WORDS, "--device", "RTX 4080"], 'unknown device "RTX 4080"; did you mean "rtx4090"'),
         ([*WORDS, "--gpus", "0"], "--gpus 0 should be a whole number from 1"),
         ([*WORDS, "--gpus", "3"], "does not divide by 3 processes"),
         ([*WORDS, "--machines", "2"], "--machines 2 should be a whole number from 1 that divides"),

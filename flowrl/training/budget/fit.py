@@ -15,6 +15,7 @@ from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.training.budget.planner import UNKNOWN, Budget, Planner
 from flowrl.training.budget.roofline import GIB, Device, of_cuda
+from flowrl.training.budget.whole_run import hours
 
 # size of a card in gigabytes -> GiB that programs find free on it
 CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
@@ -109,6 +110,7 @@ def record(found: Fit) -> dict[str, Any]:
         "first_iteration": b.first,
         "all_reduce": b.reduced,
         "seconds": b.seconds,
+        "run": b.run,
         "flops": b.flops,
         "utilisation": b.utilisation,
         "cards": {str(card): _on(found, free) for card, free in CARDS.items()},
@@ -157,7 +159,8 @@ def summary(found: Fit) -> str:
     unknown = "".join(f"; {note}" for note in b.notes if UNKNOWN in note)
     return (
         f"budget     {b.needed:.1f} GB in the phase {b.highest}, {b.resident:.1f} of them all the"
-        f" time; {b.seconds:.3g} s an iteration without rewards ({parts}),"
+        f" time; {b.seconds:.3g} s an iteration without rewards ({parts}), {hours(b.run['total'])} h"
+        f" for the whole run,"
         f" {b.utilisation:.0%} of {b.device.name}'s matmul ceiling; {b.device.source}{unknown}"
     )
 

@@ -12,6 +12,7 @@ Rehearsals use small latents (from_small.py). Gigabytes are 2**30 bytes, as in t
 from __future__ import annotations
 
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -46,6 +47,7 @@ from flowrl.training.budget.weight_costs import (
     size_of,
     weight_costs,
 )
+from flowrl.training.budget.whole_run import evaluations, loading
 from flowrl.training.build import keeps_reference
 from flowrl.training.setup import Setup, set_up
 
@@ -65,6 +67,9 @@ class Budget:
     rows: dict[str, int]  # metric -> network rows that it will count
     first: dict[str, int]  # metric -> network rows of the first iteration
     reduced: dict[str, float]  # cost of gradients summed over processes: "gb" and "seconds"
+    iterations: int  # of the whole run
+    evaluations: float  # seconds of all evaluations of the run
+    loading: float  # seconds in which weights are read
     parameters: dict[str, int]  # number of weights in the "network" and of "trained" ones
     notes: list[str] = field(default_factory=list)  # sentences about what the budget does not count
 
@@ -97,6 +102,17 @@ class Budget:
     def flops(self) -> float:
         """FLOPs of an iteration."""
         return sum(phase.flops for phase in self.phases.values())
+
+    @property
+    def run(self) -> dict[str, float]:
+        """Seconds of a whole run, by what takes them; without rewards."""
+        iterations = self.iterations * self.seconds
+        return {
+            "iterations": iterations,
+            "evaluations": self.evaluations,
+            "loading": self.loading,
+            "total": iterations + self.evaluations + self.loading,
+        }
 
     @property
     def utilisation(self) -> float:
@@ -133,6 +149,13 @@ class Planner:
         low = None if context is nullcontext else DTYPES[cfg.train.precision]
         self.costs = Costs(self.policy, device, low=low)
         self.rehearsals: dict[str, Rehearsed] = {}  # settings that change a rehearsal -> its result
+
+    def on(self, device: Device) -> Planner:
+        """Return a planner for another device of its kind; rehearsals do not depend on it."""
+        other = copy(self)
+        other.device, other.costs = device, Costs(self.policy, device, low=self.costs.low)
+        other.__dict__.pop("_step", None)  # the optimizer's seconds are the old device's
+        return other
 
     @property
     def parameters(self) -> int:
@@ -190,6 +213,9 @@ class Planner:
             rows=whole.rows,
             first=whole.first,
             reduced=self._reduced(cfg),
+            iterations=cfg.iterations,
+            evaluations=evaluations(cfg, self.costs, weights, self.gpus),
+            loading=loading(self.policy, self.rewards + self.features),
             parameters={"network": self.parameters, "trained": self._numbers},
             notes=_notes(cfg, self.device, self.scorers),
         )
@@ -353,7 +379,7 @@ def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> lis
     """Write a sentence about each cost that the numbers leave out."""
     notes = [
         "of rewards, the weights alone are counted: neither what they take above these while they"
-        " score nor their seconds; nor are evaluations"
+        " score nor their seconds; of evaluations, the seconds of network and decoder alone"
     ]
     notes += [f"{what}: {UNKNOWN}" for what, size in scorers.items() if size is None]
     if cfg.train.precision != "no" or cfg.model.dtype != "fp32":

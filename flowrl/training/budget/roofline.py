@@ -11,6 +11,7 @@ bandwidth. Nothing here was measured on a GPU.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -107,27 +108,41 @@ GPUS = {
     for gpu in (
         _gpu("h100", PEAK_FLOPS["H100"], 3.35e12, 79.1, 300e9, 50e9),
         _gpu("h200", PEAK_FLOPS["H200"], 4.8e12, 139.8, 300e9, 50e9),
+        _gpu("b200", PEAK_FLOPS["B200"], 8e12, 178.5, 600e9, 50e9),
         _gpu("a100", PEAK_FLOPS["A100"], 2.04e12, 79.1, 200e9, 25e9),
         _gpu("a100-40gb", PEAK_FLOPS["A100"], 1.56e12, 39.4, 200e9, 25e9),
         _gpu("l40s", PEAK_FLOPS["L40S"], 0.864e12, 44.4, 20e9, 12.5e9),
+        _gpu("a6000", PEAK_FLOPS["A6000"], 0.768e12, 47.4, 10e9, 1.25e9),
+        _gpu("rtx3090", PEAK_FLOPS["RTX 3090"], 0.936e12, 23.5, 10e9, 1.25e9),
         _gpu("rtx4090", PEAK_FLOPS["RTX 4090"], 1.01e12, 23.5, 10e9, 1.25e9),
+        _gpu("rtx5090", PEAK_FLOPS["RTX 5090"], 1.79e12, 31.3, 20e9, 1.25e9),
     )
 }
 NAMES = [*GPUS, "cpu"]
+# Other names of the same devices, in lower case and without spaces, hyphens and "nvidia", "geforce".
+SYNONYMS = {
+    **{name.removeprefix("rtx"): name for name in GPUS},
+    **{f"{name}80gb": name for name in ("h100", "a100")},
+    **{f"{name}sxm": name for name in ("h100", "h200", "a100")},
+    "a10040gb": "a100-40gb",
+    "rtxa6000": "a6000",
+}
 
 
 def device(name: str) -> Device:
-    """Find a device by name; "cpu" is this machine's, timed in a second. ValueError for another."""
+    """Find a device by its name or a synonym; "cpu" is this machine's, timed in a second.
+    ValueError for another."""
     return this_cpu() if name == "cpu" else known_gpu(name)
 
 
 def known_gpu(name: str) -> Device:
-    """Find a GPU by name; ValueError for another."""
-    if name not in GPUS:
-        raise ValueError(
-            f'unknown device "{name}"{did_you_mean(name, NAMES)}; known are {", ".join(NAMES)}'
-        )
-    return GPUS[name]
+    """Find a GPU by its name or a synonym; ValueError for another."""
+    plain = re.sub(r"nvidia|geforce|[\s_-]", "", name.lower())
+    known = GPUS.get(SYNONYMS.get(plain, plain))
+    if known is None:
+        near = did_you_mean(plain, NAMES)
+        raise ValueError(f'unknown device "{name}"{near}; known are {", ".join(NAMES)}')
+    return known
 
 
 def of_cuda(name: str, memory: float) -> Device:
