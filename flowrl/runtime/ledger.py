@@ -24,8 +24,9 @@ from flowrl.runtime.memory import note_phase
 
 # (latents, rollout, samples, noise level of the latents) -> rewards (n,)
 RewardOf = Callable[[Tensor, Any, Tensor, float], Tensor]
-# Dense bf16 FLOP/s, summed in fp32 and without sparsity: data sheets of H100 SXM, H200 SXM, HGX B200,
-# A100 SXM and L40S; NVIDIA's whitepapers of GA102 (RTX 3090, RTX A6000), Ada and RTX Blackwell.
+# Dense bf16 FLOP/s, summed in fp32 and without sparsity, by NVIDIA's data sheets of H100 SXM, H200
+# SXM, HGX B200, A100 SXM and L40S and its whitepapers of GA102 (RTX 3090, RTX A6000), Ada and RTX
+# Blackwell; roofline.py has bandwidth and memory from there, too
 PEAK_FLOPS = {
     "H100": 989e12,
     "H200": 989e12,

@@ -94,7 +94,7 @@ def basis(model: str, card: int, cfg: Config) -> str:
     if cfg.model.quantize != "none":
         return "modelled"
     said = RUN_AT_REAL_SIZE[model].said
-    tested = "identity-tested" + (f", {said} blocks" if said != "all" else "")
+    tested = "identity-tested" + (f" (blocks: {said})" if said != "all" else "")
     return "; ".join([tested, *([RAN[model, card]] if (model, card) in RAN else [])])
 
 

@@ -342,7 +342,7 @@ def test_another_device_has_the_rows_of_the_first_and_its_own_seconds(planner):
     # a network's first call may have a few operators more
     assert second.run == pytest.approx(anew.run, rel=0.03)
     gemm = [told.phases["update"].ledger["gemm_fp32"] for told in (first, second)]
-    assert gemm[1] > 2 * gemm[0]
+    assert gemm[1] > gemm[0]
     assert planner.budget().seconds == first.seconds
 
 

@@ -159,8 +159,8 @@ def summary(found: Fit) -> str:
     unknown = "".join(f"; {note}" for note in b.notes if UNKNOWN in note)
     return (
         f"budget     {b.needed:.1f} GB in the phase {b.highest}, {b.resident:.1f} of them all the"
-        f" time; {b.seconds:.3g} s an iteration without rewards ({parts}), {hours(b.run['total'])} h"
-        f" for the whole run,"
+        f" time; {hours(b.run['total'])} h without rewards, {b.seconds:.3g} s an iteration"
+        f" ({parts}),"
         f" {b.utilisation:.0%} of {b.device.name}'s matmul ceiling; {b.device.source}{unknown}"
     )
 

@@ -119,7 +119,7 @@ GPUS = {
     )
 }
 NAMES = [*GPUS, "cpu"]
-# Other names of the same devices, in lower case and without spaces, hyphens and "nvidia", "geforce".
+# Other names of the same devices, as `device` reads them: small letters and digits
 SYNONYMS = {
     **{name.removeprefix("rtx"): name for name in GPUS},
     **{f"{name}80gb": name for name in ("h100", "a100")},
