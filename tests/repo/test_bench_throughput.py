@@ -9,13 +9,11 @@ import pytest
 import random_pipeline
 import reference_loop
 import scaling
-import sd35_pickscore
 import throughput
 import tiny
 import torch
 import two_commits
 
-import flowrl
 from flowrl.samplers import flow_sde
 from flowrl.training.budget.architecture import read
 
@@ -161,22 +159,3 @@ def test_savings_are_measured_against_counted_rows():
     assert whole.reached == [0.75] * 3 and whole.measured == "2.00x"
     assert update.counted == "3.00x" and update.measured == "3.00x"
     assert whole.row(False, 0.97).endswith("| 0.750 [0.750, 0.750] | at least 0.97 |")
-
-
-def test_the_example_says_what_it_would_run_and_needs(capsys):
-    cfg = flowrl.load_config(None, sd35_pickscore.WORDS)
-    assert cfg.model.source == "stabilityai/stable-diffusion-3.5-medium"
-    assert list(cfg.reward) == ["pickscore"] and cfg.eval.at_start and cfg.data.eval
-    small = ["model=shapes-sd3", "train.compile=none", "batch.prompts=2", "batch.group=4"]
-    sd35_pickscore.main(["--dry-run", *small, "algorithm.window.size=2"])
-    told = capsys.readouterr().out
-    assert "algorithm=mix_grpo" in told and "an iteration" in told and "24 GB" in told
-
-
-@pytest.mark.hub
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
-def test_the_example_trains_one_iteration(tmp_path, capsys):
-    words = ["iterations=1", "batch.prompts=2", "batch.group=2", "eval.images=2", "eval.steps=2"]
-    sd35_pickscore.main([*words, f"output={tmp_path / 'run'}"])
-    told = capsys.readouterr().out
-    assert "pickscore" in told and "s an iteration of 4 images" in told

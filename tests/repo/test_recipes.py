@@ -6,6 +6,7 @@ import re
 import long
 import presets
 import pytest
+import torch
 from pages import ROOT
 from test_commands import check_run
 from typer.testing import CliRunner
@@ -59,6 +60,15 @@ def test_a_preset_of_memory_does_not_change_how_many_samples_are_trained(model, 
         assert getattr(light.batch, name) == getattr(plain.batch, name)
     assert light.iterations == plain.iterations and light.sampler == plain.sampler
     assert light.algorithm == plain.algorithm and light.eval == plain.eval
+
+
+@pytest.mark.hub
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
+def test_a_recipe_trains_one_iteration_of_real_weights(tmp_path):
+    small = ["iterations=1", "batch.prompts=2", "batch.group=2", "eval.images=2", "eval.steps=2"]
+    words = ["train", "experiment=sd3.5-medium", *small, f"output={tmp_path / 'run'}"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "pickscore" in done.output
 
 
 @long.mark
