@@ -37,7 +37,7 @@ EVENING = 12 * 3600  # seconds
 TABLE = re.compile(r"(?<=<!-- recipes -->\n).*(?=<!-- /recipes -->)", re.S)
 COLUMNS = "| model | card | command | GB | h:min of the run | samples | basis |"
 # what ran on a GPU: model, GB of the card -> what the table says of it
-RAN = {("sd3.5-medium", 80): "run on one H100 at 2d83782 (see below)"}
+RAN = {("sd3.5-medium", 80): "in part run on one H100 at 2d83782"}
 
 
 def main() -> None:
