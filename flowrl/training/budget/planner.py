@@ -67,7 +67,7 @@ class Budget:
     rows: dict[str, int]  # metric -> network rows that it will count
     first: dict[str, int]  # metric -> network rows of the first iteration
     reduced: dict[str, float]  # cost of gradients summed over processes: "gb" and "seconds"
-    iterations: int  # of the whole run
+    iterations: int  # number of iterations of the whole run
     evaluations: float  # seconds of all evaluations of the run
     loading: float  # seconds in which weights are read
     parameters: dict[str, int]  # number of weights in the "network" and of "trained" ones
