@@ -37,11 +37,13 @@ from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, token_of
 from flowrl.rewards.server.http_client import (
+    AT_START,
     Again,
     Client,
     Ended,
     TooLong,
     busy,
+    ending,
     persist,
     retry_after,
 )
@@ -94,7 +96,10 @@ class Settings(Base):
     wait: float = pydantic.Field(
         300.0,
         ge=0,
-        description="Seconds to keep trying a server that is away before the run stops.",
+        description=(
+            "Seconds to keep trying a server that is away before the run stops; a start tries for 4"
+            " at most."
+        ),
     )
     journal: str | None = pydantic.Field(
         None, description="File that keeps the scores received, so that a resumed run has them."
@@ -172,8 +177,13 @@ class Remote(core_reward.Reward):
         return Client(url, timeout=s.timeout, largest=MOST_REPLY, token=token, connect=10)
 
     def _version(self, place: Place) -> wire.About:
-        """The description that a server gives of itself."""
-        answer = self._ask("GET", "/version", None, threading.Event(), place)
+        """The description that a server gives of itself. A start asks for it, and does not wait as
+        a run does."""
+        try:
+            with ending(AT_START) as over:
+                answer = self._ask("GET", "/version", None, over, place)
+        except Again as failure:
+            raise self._unavailable(place.client.url, failure, AT_START) from None
         return self._read(wire.About, answer)
 
     def _adopt(self, served: wire.Served) -> None:
@@ -327,16 +337,25 @@ class Remote(core_reward.Reward):
             self._gone(tried[-1], failure)
 
         try:
-            return persist(once, over, pauses=PAUSES, seconds=self.settings.wait, failed=failed)
+            return persist(once, over, pauses=PAUSES, seconds=self.patience, failed=failed)
         except Again as failure:
             if over.is_set():
                 raise Ended from None
             over.set()
             where = self.servers.where if place is None else place.client.url
-            raise RewardUnavailable(
-                f"the reward server {where} does not answer ({failure}; tried for"
-                f" {self.settings.wait:g} s): {self._resume()}"
-            ) from None
+            raise self._unavailable(where, failure, self.patience) from None
+
+    @property
+    def patience(self) -> float:
+        """Seconds to keep trying a server that is away."""
+        wait = self.settings.wait
+        return wait if hasattr(self, "about") else min(wait, AT_START / 2)
+
+    def _unavailable(self, where: str, failure: Again, seconds: float) -> RewardUnavailable:
+        return RewardUnavailable(
+            f"the reward server {where} does not answer ({failure}; tried for {seconds:g} s):"
+            f" {self._resume()}"
+        )
 
     def _once(
         self, place: Place, method: str, path: str, body: bytes | None, over: threading.Event
@@ -409,7 +428,7 @@ class Remote(core_reward.Reward):
         meanwhile = "; others are asked meanwhile, and it again" if others else "; trying again"
         logger.warning(
             f"the reward server {place.client.url} does not answer ({failure}){meanwhile}"
-            f" for {self.settings.wait:g} s"
+            f" for {self.patience:g} s"
         )
 
     def _resume(self) -> str:

@@ -29,7 +29,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,17 @@ from flowrl.rewards.core.settings import Settings as Base
 from flowrl.rewards.judge.completion import Reply, detail, read_reply
 from flowrl.rewards.judge.replies import UnreadableReply
 from flowrl.rewards.server.addresses import address, fits_a_header
-from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
+from flowrl.rewards.server.http_client import (
+    AT_START,
+    Again,
+    Client,
+    Ended,
+    TooLong,
+    busy,
+    ending,
+    persist,
+    retry_after,
+)
 from flowrl.runtime.paths import located
 from flowrl.runtime.store import lines
 
@@ -269,6 +279,18 @@ class JudgeClient:
             reply = self._tried(body, stop)
         talk.append(Exchange(key, said(messages[-1]), reply))
         return reply
+
+    def greet(self) -> None:
+        """Ask the server for anything: where nothing answers when a run starts, no question would
+        be answered; RewardUnavailable."""
+        try:
+            with ending(AT_START) as over, suppress(TooLong):
+                self.http.fetch("GET", "/models", over=over)
+        except Again as failure:
+            raise RewardUnavailable(
+                f"the judge of {self.reward} at {self.http.url} does not answer ({failure}); start"
+                f" its server, or correct reward.{self.reward}.base_url"
+            ) from None
 
     def _body(self, messages: list[Message]) -> dict[str, Any]:
         s = self.settings

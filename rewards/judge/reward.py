@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -62,6 +63,11 @@ class JudgeReward(Reward):
         kinds = Counter(failure.kind for failure in failures)
         self.problem = Problem(str(failures[0]), kinds) if failures else None
         return column(found, "score", media)
+
+    def begin(self, run: Path) -> None:
+        """A run asks nothing of a judge that is not there."""
+        super().begin(run)
+        self.judge.greet()
 
     def uncached(self) -> AbstractContextManager[None]:
         return self.judge.uncached()

@@ -14,8 +14,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -27,6 +28,8 @@ from flowrl.rewards.server.json_weight import values_of
 from flowrl.runtime.text import printable
 
 T = TypeVar("T")
+# seconds that a start waits for a server, whatever its settings say of a run
+AT_START = 8.0
 GLANCE = 0.1  # seconds after which a request under way looks again whether the call has ended
 HEADERS = {"Accept-Encoding": "identity"}  # a compressed answer could unpack to any size
 # bytes of the largest answer for each value that it may hold: more values would take many times its
@@ -190,6 +193,22 @@ def persist(
         before_sleep=lambda state: failed(_failure(state)),
         reraise=True,
     )(once)
+
+
+@contextmanager
+def ending(seconds: float) -> Iterator[threading.Event]:
+    """An event that is set after so many seconds, which ends what looks at it; inside, Ended is
+    raised as an Again that says so."""
+    over = threading.Event()
+    timer = threading.Timer(seconds, over.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield over
+    except Ended:
+        raise Again(f"no answer within {seconds:g} seconds") from None
+    finally:
+        timer.cancel()
 
 
 def busy(status: int) -> bool:

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -22,7 +23,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from flowrl import rewards
+from flowrl.config import build
 from flowrl.rewards import RewardBug, RewardUnavailable, remote
+from flowrl.rewards.judge import client as judge_client
 from flowrl.rewards.server import http_client
 from flowrl.rewards.server.app import Server
 from flowrl.rewards.server.journal import ScoreJournal
@@ -84,6 +87,7 @@ def killed_once(port, after):
     killed = []
     thread = threading.Thread(target=supervise)
     thread.start()
+    httpx.get(f"http://127.0.0.1:{port}/health")  # a start does not wait for it
     try:
         yield killed
     finally:
@@ -209,6 +213,43 @@ def test_a_server_that_stays_dead_is_one_sentence_after_the_wait(media, wait):
         match="does not answer.*start it with `flowrl serve REWARD`, or correct reward.remote.url",
     ):
         rewards.load("remote", url=server.url, wait=0)
+
+
+def test_a_start_does_not_wait_for_a_server_that_is_away(monkeypatch):
+    """Refused connections, and one that is taken and never answered, of servers and of judges."""
+    monkeypatch.setattr(http_client, "AT_START", 0.6)
+    monkeypatch.setattr(remote, "AT_START", 0.6)
+    monkeypatch.setattr(judge_client, "AT_START", 0.6)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        held = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            closed = f"http://127.0.0.1:{other.getsockname()[1]}"
+        for url, why in ((closed, "Connection refused"), (held, "no answer within 0.6 seconds")):
+            began = time.monotonic()
+            with pytest.raises(
+                RewardUnavailable, match=f"{url} does not answer .*{why}.* start it"
+            ):
+                rewards.load("remote", url=url)
+            judge = rewards.load("vlm_yesno", base_url=f"{url}/v1", model="m")
+            with pytest.raises(
+                RewardUnavailable, match=f"{url}/v1 does not answer .*{why}.* start"
+            ):
+                judge.begin(Path("run"))
+            assert time.monotonic() - began < 5
+
+
+def test_a_run_whose_server_is_away_ends_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "load_policy", pytest.fail)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+    words = ["reward=remote", f"reward.remote.url={url}", f"output={tmp_path}/run"]
+    began = time.monotonic()
+    result = small.invoke("train", *words)
+    assert time.monotonic() - began < 10 and result.exit_code == 1
+    said = " ".join(result.output.split())
+    assert f"the reward server {url} does not answer (ConnectError" in said
+    assert "start it with `flowrl serve REWARD`, or correct reward.remote.url" in said
+    assert not (tmp_path / "run").exists()
 
 
 # --- a server that answers something else
