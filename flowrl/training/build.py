@@ -40,6 +40,7 @@ from flowrl.training.resume import check_resume
 from flowrl.training.setup import Setup, set_up
 from flowrl.training.split.shard import shard
 from flowrl.training.watch.guards import Guards
+from flowrl.training.watch.reward_trial import try_own
 from flowrl.training.watch.watch import Watch
 from flowrl.types import Plan
 
@@ -203,9 +204,12 @@ def load_data(
         spare=(len(prompts) - cfg.batch.prompts) // facts["processes"],
     )
     held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
+    facts.learn(held_out=held_out)
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))
     check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": held_out})
+    if cfg.guard.check_rewards and not dataset:
+        try_own(cfg, rewards, prompts)
     return dataset, prompts, held_out
 
 

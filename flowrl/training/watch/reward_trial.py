@@ -12,17 +12,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowrl.config.schema import Config
 from flowrl.data import conditions, prompts
-from flowrl.rewards import RewardBug
+from flowrl.rewards import RewardBug, RewardSet, score
 from flowrl.rewards.checks.check import before_training, below_noise
 from flowrl.rewards.checks.contract import FEW
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.scorer import media_of
+from flowrl.runtime import registry
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
 from flowrl.training.observe import Observation
 from flowrl.training.records import RunParts
 from flowrl.types import PromptBatch, Rollout
+
+PICTURE, FRAMES = (3, 64, 64), (8, 3, 64, 64)  # shapes of a grey sample
 
 
 class NoiseWatch:
@@ -60,6 +64,41 @@ def try_rewards(parts: RunParts) -> dict[str, float]:
     for sentence in [line for lines, _ in results for line in lines] * world.main:
         logger.warning(sentence)
     return {label: level for _, noise in results for label, level in noise.items() if level}
+
+
+def try_own(cfg: Config, rewards: RewardSet, data: prompts.Prompts) -> None:
+    """Call each reward of the user's own once on two grey pictures of the first prompt, before a
+    model is loaded; what is wrong with it -> RewardBug, ValueError.
+
+    A reward may be made for videos: frames are tried where no picture is scored. What a model of
+    the user's own makes, nobody knows before it is there.
+    """
+    source = cfg.model.source
+    if registry.is_live(source) or registry.is_outside("flowrl.models", source):
+        return
+    for label, reward in rewards.rewards.items():
+        name = str(cfg.reward[label].get("name", label))
+        if not (registry.is_live(name) or registry.is_outside("flowrl.rewards", name)):
+            continue
+        video = reward.video == "only" or "num_frames" in cfg.model.pipeline
+        alone = replace(rewards, rewards={label: reward}, weights={label: 1.0}, rules={})
+        wrong = _wrong(alone, data, FRAMES if video else PICTURE)
+        if wrong and (video or _wrong(alone, data, FRAMES)):
+            raise RewardBug(
+                f"{wrong}; this was a trial on two grey {'videos' if video else 'pictures'} before"
+                " a model is loaded: correct the reward, or set guard.check_rewards=false if it is"
+                " right to score none of them"
+            )
+
+
+def _wrong(alone: RewardSet, data: prompts.Prompts, shape: tuple[int, ...]) -> str:
+    """What is wrong with a reward, alone in its set, on two grey samples; "": they have scores."""
+    media = torch.full((2, *shape), 0.5)
+    texts, context = prompts.meta_rows(data, [0, 0], media)
+    try:
+        return "".join(score(media, texts, replace(alone, features=None), context).errors[:1])
+    except RewardBug as error:
+        return str(error)
 
 
 def first_samples(parts: RunParts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
