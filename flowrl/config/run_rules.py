@@ -91,6 +91,22 @@ def _replayed(size: int, name: str, needs: frozenset[str]) -> str:
     )
 
 
+def _shared(prompts: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]) -> str:
+    """A prompt is the same where its text and its pictures are."""
+    from flowrl.data.conditions import arguments_of  # prompts are there, and torch with it
+
+    def whole(row: Mapping[str, Any]) -> str:
+        return f"{' '.join(row['prompt'].split()).casefold()} {sorted(arguments_of(row).items())}"
+
+    known = {whole(row) for row in prompts}
+    if not (both := [row["prompt"] for row in held_out if whole(row) in known]):
+        return ""
+    return (
+        f"{len(both)} of the {len(held_out)} prompts of data.eval are in data.train, too, as"
+        f' "{printable(both[0], 60)}": evaluations show in part what was learned by heart'
+    )
+
+
 def _kept_samples(size: int, prompts: int, group: int, shape: Sequence[int]) -> str:
     samples = size * prompts * group
     megabytes = 4 * samples * math.prod(shape) / 1e6
@@ -205,8 +221,9 @@ def _distilled(source: str, needs: frozenset[str], policy: Any) -> str:
 
 
 # Beside words, the facts are: method (the algorithm), processes (of a run, or its teams), rewards
-# (a RewardSet), prompts, files (media to train on), dataset (the folder that they are from, or
-# None), policy, plan (of the first iteration), spare (prompts of a process beside its batch's).
+# (a RewardSet), prompts, held_out (prompts of evaluations), files (media to train on), dataset (the
+# folder that they are from, or None), policy, plan (of the first iteration), spare (prompts of a
+# process beside its batch's).
 RULES = (
     Rule(("batch.prompts", "batch.updates", "train.sequence_parallel", "processes"), _divisible),
     Rule(("batch.group", "plan.leaves"), _whole_trees),
@@ -317,6 +334,7 @@ RULES = (
         when=lambda dataset, prompts: dataset and dataset.singles,
         kind="warn",
     ),
+    Rule(("prompts", "held_out"), _shared, kind="warn"),
     # rules on the policy and the plan
     Rule(("model.source", "method.needs", "policy"), _distilled, kind="warn"),
     Rule(

@@ -80,7 +80,7 @@ def kinds(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     pictures of the same sizes."""
     first: dict[Any, int] = {}
     for place, row in enumerate(rows):
-        own = _named(row)
+        own = arguments_of(row)
         kind = tuple((name, _kind(name, own[name])) for name in sorted(own))
         first.setdefault(kind, place)
     return list(first.values())
@@ -97,7 +97,7 @@ def _kind(name: str, value: Any) -> Any:
     return type(value).__name__
 
 
-def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """The conditions of a row by argument: its pictures, negative prompts and "conditions"; a value
     of None counts as not given."""
     own = {k: v for k, v in row.items() if is_picture(k) or k.startswith("negative_prompt")}
@@ -108,9 +108,9 @@ def _named(row: Mapping[str, Any]) -> dict[str, Any]:
 def check_alike(rows: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError where prompts have conditions of different names: the networks get those of
     all prompts in one call."""
-    first = _named(rows[0]).keys() if rows else ()
+    first = arguments_of(rows[0]).keys() if rows else ()
     for row in rows[1:]:
-        other = sorted(_named(row).keys() ^ first)
+        other = sorted(arguments_of(row).keys() ^ first)
         if other:
             has, lacks = (rows[0], row) if other[0] in first else (row, rows[0])
             with_it, without = (printable(str(r.get("prompt", "")), 60) for r in (has, lacks))
@@ -122,7 +122,7 @@ def check_alike(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def of(rows: Sequence[Mapping[str, Any]]) -> list[Conditions] | None:
     """Load the conditions of each prompt; None where no prompt has any."""
-    found = [_named(row) for row in rows]
+    found = [arguments_of(row) for row in rows]
     if not any(found):
         return None
     return [loaded(own) for own in found]

@@ -8,6 +8,7 @@ import small
 
 from flowrl.config import rules, run_rules
 from flowrl.config.build import make_algorithm, make_policy
+from flowrl.config.compose import options
 from flowrl.config.facts import Facts, of_config, plain
 from flowrl.config.lighter import Shortage, changed, next_change, starts
 from flowrl.config.load import load_config
@@ -25,7 +26,7 @@ ALIKE = "diversity.features=shapes diversity.redundancy=3 diversity.entropy=0.5"
 ENTROPY = "diversity.features=shapes diversity.entropy=0.5"
 OFFLINE = "data.offline=scored"
 NAMED = {"method", "processes", "rewards", "prompts", "files", "dataset"}  # facts beside words
-NAMED |= {"policy", "plan", "spare"}
+NAMED |= {"policy", "plan", "spare", "held_out"}
 
 WORDS = [  # over words alone: refused before an algorithm is made
     ("model.encoders=leave train.parts=[text_encoder]", "use model.encoders=stay"),
@@ -205,6 +206,35 @@ def test_a_refusal_comes_before_anything_is_written(tmp_path):
     result = small.invoke("train", *small.words(tmp_path / "run"), "batch.group=1")
     assert result.exit_code == 2 and "batch.group=1: an advantage" in result.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "count"),
+    [
+        (["a cat", "a dog"], ["A  cat", "a bird"], 1),
+        (["a cat"], ["a bird"], 0),
+        (["a cat"], [], 0),
+        ([{"prompt": "a cat", "image": "a.png"}], [{"prompt": "a cat", "image": "b.png"}], 0),
+        ([{"prompt": "a cat", "image": "a.png"}], [{"prompt": "a cat", "image": "a.png"}], 1),
+        ([{"prompt": "a cat", "tag": 1}], [{"prompt": "a cat", "tag": 2}], 1),
+    ],
+)
+def test_held_out_prompts_that_are_trained_on_are_said(train, held_out, count):
+    rows = [
+        [{"prompt": r} if isinstance(r, str) else r for r in part] for part in (train, held_out)
+    ]
+    facts = of_config(load_config(), prompts=rows[0], held_out=rows[1])
+    start = f"{count} of the {len(held_out)} prompts of data.eval are in data.train, too, as"
+    said = [sentence for sentence in facts.warnings() if "data.eval" in sentence]
+    assert [s.startswith(start) for s in said] == [True] * min(1, count)
+
+
+@pytest.mark.parametrize("data", [name for name in options("data") if name != "file"])
+def test_lists_that_ship_share_no_prompt_between_training_and_evaluation(data):
+    cfg = load_config(None, [f"data={data}"])
+    prompts, held_out = (load_prompts(part) for part in (cfg.data.train, cfg.data.eval))
+    facts = of_config(cfg, prompts=prompts, held_out=held_out)
+    assert not [sentence for sentence in facts.warnings() if "data.eval" in sentence]
 
 
 def test_every_rule_reads_what_there_is():
