@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from shlex import quote
 from typing import Annotated, Any
@@ -90,6 +91,9 @@ Output = Annotated[
     ),
 ]
 
+WORD = re.compile(r"[^:/]+$")  # in a name of a file or a dataset there would be one of these
+LITTLE = frozenset(["a", "an", "and", "at", "in", "of", "on", "the", "with"])  # are no prompts
+
 
 def generate(
     model: Model,
@@ -118,7 +122,7 @@ def generate(
     with one_sentence_errors():
         # words first: so far nothing imports torch
         model = expanded(model)
-        _judge(model, lora, output, pipeline, rlg)
+        _judge(model, prompts, lora, output, pipeline, rlg)
         named = parse_columns(columns)
         how: dict[str, Any] = {"steps": steps, "seed": seed, "rlg": rlg, "best_of": best_of}
         how |= {"guidance": parse_guidance(guidance), "search": _search(search, calls)}
@@ -131,18 +135,18 @@ def generate(
             )
         how["refine"] = _refine(refine, enough)
 
-        from flowrl.data import prompts as data_prompts
         from flowrl.data.media import MEDIA_SUFFIXES
         from flowrl.rewards import load_set
         from flowrl.rollouts.inference import generate as generation
 
         log.hush()
+        asked = _asked(model, prompts, named)
         chooser = load_set(chosen) if chosen else None
-        asked = data_prompts.of_words(prompts, named)
         how |= {"reward": chooser, "meta": _meta_of(chooser, asked)}
         # the words are checked before this line, because loading a model takes minutes
         policy = _load(model, lora, pipeline, hints)
         _check_scale(policy, guidance, pipeline)
+        output = _suited(policy, output)
         made = generation.generate(policy, asked, **how)
         with one_sentence_errors(disk=1):
             saved = _save(made, output)
@@ -154,7 +158,12 @@ def generate(
 
 
 def _judge(
-    model: str, lora: Path | None, output: Path | None, pipeline: list[str] | None, rlg: float
+    model: str,
+    prompts: list[str],
+    lora: Path | None,
+    output: Path | None,
+    pipeline: list[str] | None,
+    rlg: float,
 ) -> None:
     """Raise ValueError for what is wrong with these words, before torch is imported."""
     if output:
@@ -162,6 +171,7 @@ def _judge(
     if lora and not lora.exists():
         part("flowrl.config.build", "lora_of")(lora)  # whose error names what may be given
     named_values("--pipeline", pipeline, "height=512", lambda name: frozenset())
+    _check_quoted(prompts)
     if is_run(model):
         return
     if rlg != 1 and lora is None:
@@ -189,6 +199,59 @@ def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str 
     if lora and (heads := heads_of(lora)):
         policy.load_heads(heads)
     return policy
+
+
+def _check_quoted(prompts: list[str]) -> None:
+    """Ask whether prompts of one word each are a sentence that nobody put in quotes."""
+    names = [word for word in prompts if " " in word or Path(word).suffix or not WORD.match(word)]
+    if len(prompts) < 2 or names:
+        return
+    said = f'{len(prompts)} prompts of one word each; for one prompt write "{" ".join(prompts)}"'
+    if not LITTLE.isdisjoint(word.lower() for word in prompts):
+        raise ValueError(f"{said}, or list them in a file, one a line")
+    from flowrl.runtime.log import logger
+
+    logger.warning(said)
+
+
+def _asked(model: str, prompts: list[str], columns: dict[str, str]) -> list[Any]:
+    """Load the prompts, and warn of words that the embedded model never saw."""
+    from flowrl.config.compose import is_embedded
+    from flowrl.config.load import read_config
+    from flowrl.data.prompts import of_words
+
+    asked = of_words(prompts, columns)
+    trained_on = read_config(Path(model, "config.yaml")).model.source if is_run(model) else model
+    if not is_embedded(trained_on):
+        return asked
+    from flowrl.runtime.log import logger
+    from flowrl.shapes.prompts import vocabulary, words
+
+    texts = " ".join(row if isinstance(row, str) else row["prompt"] for row in asked)
+    known = vocabulary()
+    if new := [word for word in dict.fromkeys(words(texts)) if word not in known]:
+        listed = ", ".join(new[:5]) + ", ..." * (len(new) > 5)
+        logger.warning(
+            f"the embedded model never saw these words: {listed}; all that it knows are"
+            f" {', '.join(sorted(known))}"
+        )
+    return asked
+
+
+def _suited(policy: Any, output: Path | None) -> Path | None:
+    """The file to write, with a suffix that suits what the policy makes."""
+    import torch
+
+    from flowrl.data import media
+    from flowrl.rollouts.from_files import media_shape
+    from flowrl.runtime.log import logger
+
+    if output is None or output.suffix.lower() == media.ARRAY:
+        return output
+    suits = media.fitting(output, torch.empty(media_shape(policy)))
+    if suits != output:
+        logger.warning(f"{output.name} does not suit what is made; it is saved as {suits.name}")
+    return suits
 
 
 def _check_scale(policy: Any, guidance: str, words: list[str] | None) -> None:
@@ -255,13 +318,9 @@ def _save(made: Any, output: Path | None) -> list[Path]:
     """Write each item and print where; several items get numbers. A wrong suffix does not lose what
     was made."""
     from flowrl.data import media
-    from flowrl.runtime.log import logger
     from flowrl.runtime.store import files
 
-    wanted = output or Path("out.png")
-    output = media.fitting(wanted, made[0])
-    if output != wanted and wanted != Path("out.png"):
-        logger.warning(f"{wanted.name} does not suit what was made; it is saved as {output.name}")
+    output = media.fitting(output or Path("out.png"), made[0])
     files.clean(output.parent)
     several = [output.with_stem(f"{output.stem}-{i}") for i in range(len(made))]
     names = several if len(made) > 1 else [output]

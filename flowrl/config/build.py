@@ -40,7 +40,7 @@ from flowrl.runtime import registry
 from flowrl.runtime.log import logger
 from flowrl.runtime.store import checkpoint
 from flowrl.runtime.store.checkpoint import Checkpoint, CheckpointError
-from flowrl.runtime.store.run_folder import config_file
+from flowrl.runtime.store.run_folder import config_file, lora_folder
 from flowrl.samplers import flow_sde, sigmas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -269,7 +269,7 @@ def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """Find LoRA weights and what load_policy takes for them, {"lora", "parts"}, in a run folder or
     a folder that a run exported. Where the first is None, load_policy loads the LoRA itself (a
     file or folder of any trainer), or the run trained heads alone (`heads_of`)."""
-    weights = folder / "lora" if (folder / "lora").is_dir() else folder
+    weights = lora_folder(folder)
     settings = weights / LORA_SETTINGS
     if not folder.exists():
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pydantic
@@ -19,6 +20,7 @@ from pydantic import (
 from flowrl.config.section import Place, Section
 from flowrl.runtime import excerpt, registry
 from flowrl.runtime.rule import read_above, read_when, read_with
+from flowrl.runtime.store.run_folder import lora_folder
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sigma = Annotated[float, Field(gt=0, le=1)]
@@ -137,7 +139,7 @@ class TrainConfig(Section):
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
     lora: LoraConfig = Field(LoraConfig(), description="The adapters, when mode is lora.")
     init_lora: Place | None = Field(
-        None, description="File or folder of a LoRA to start from, of any trainer."
+        None, description="A LoRA to start from: of a run, or a file or folder of any trainer."
     )
     # YAML 1.1 reads a bare `no` as false
     precision: Annotated[
@@ -183,6 +185,11 @@ class TrainConfig(Section):
             " plan in diffusers."
         ),
     )
+
+    @field_validator("init_lora")
+    @classmethod
+    def find_lora(cls, value: str | None) -> str | None:
+        return None if value is None else str(lora_folder(Path(value)))
 
 
 class OptimizerConfig(Section):
@@ -368,7 +375,8 @@ class GuardConfig(Section):
     check_rewards: bool = Field(
         True,
         description=(
-            "Try the rewards on the first samples: whether batch mates change them, whether they"
-            " repeat, and how large their noise is beside their spread."
+            "Try rewards of your own on two grey pictures before a model is loaded, and all of them"
+            " on the first samples: whether batch mates change them, whether they repeat, and how"
+            " large their noise is beside their spread."
         ),
     )

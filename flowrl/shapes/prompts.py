@@ -9,6 +9,7 @@ combination (pretraining draws from both).
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import permutations, product
@@ -115,6 +116,17 @@ def _shared_out(prompts: list[Prompt], count: int) -> list[Prompt]:
         wanted = round(share * count)
         out += [members[i % len(members)] for i in range(wanted)]
     return out
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in small letters."""
+    return re.findall(r"\w+", text.lower())
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word of the world's prompts; the embedded models were trained on no others."""
+    return frozenset(word for prompt in all_prompts() for word in words(prompt["prompt"]))
 
 
 def scene(prompt: Prompt, generator: torch.Generator) -> list[Object]:

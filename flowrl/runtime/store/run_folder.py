@@ -42,6 +42,11 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)  # sentences about missing and damaged files
 
 
+def lora_folder(path: Path) -> Path:
+    """Where a LoRA is that a path names: in the folder that a run exported, else where it says."""
+    return path / "lora" if (path / "lora").is_dir() else path
+
+
 def is_run(path: str | Path) -> bool:
     """Whether a folder is the folder of a run."""
     return (Path(path) / "config.yaml").is_file()

@@ -1,0 +1,94 @@
+"""What `flowrl generate` says of its words before it works: nothing is loaded where they decide."""
+
+import pytest
+import small
+import torch
+
+from flowrl.cli import generate
+from flowrl.config.build import lora_of
+from flowrl.config.load import load_config
+from flowrl.policy import load_policy
+from flowrl.rollouts.inference import generate as generation
+
+
+class Loaded(Exception):
+    """The words were accepted: a model would be loaded now."""
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    def refuse(*_):
+        raise Loaded
+
+    monkeypatch.setattr(generate, "_load", refuse)
+
+
+def said(*words):
+    result = small.invoke("generate", *words)
+    return result, " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["a", "red", "circle"], '3 prompts of one word each; for one prompt write "a red circle"'),
+        (["The", "moon"], '2 prompts of one word each; for one prompt write "The moon"'),
+        (["a red circle", "--reward", "jpeg"], "--reward chooses among samples, and one is made"),
+        (["a red circle", "--rlg", "2"], "--rlg compares the LoRA with the base model"),
+        (["a red circle", "-o", "a.tiff"], 'the suffix is ".tiff"'),
+        (["a red circle", "--lora", "owner/name"], "there is no owner/name; give a finished run's"),
+    ],
+)
+def test_words_that_are_hardly_meant_are_refused(words, sentence, monkeypatch):
+    monkeypatch.setattr("flowrl.policy.load_policy", pytest.fail)
+    result, text = said("shapes-sd3", *words)
+    assert result.exit_code == 2 and sentence in text
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "sentence"),
+    [
+        ("shapes-sd3", ["red", "circle"], 'for one prompt write "red circle"'),
+        ("shapes-sd3", ["a green dragon"], "never saw these words: dragon; all that it knows are"),
+        ("sd1.5", ["a green dragon"], ""),
+        ("shapes-sd3", ["a red circle above a Blue square."], ""),
+        ("shapes-sd3", ["circle", "two blue squares"], ""),
+        ("shapes-sd3", ["circle"], ""),
+    ],
+)
+def test_words_that_may_be_meant_are_said_and_taken(unloaded, model, words, sentence):
+    result, text = said(model, *words)
+    assert isinstance(result.exception, Loaded)
+    assert sentence in text if sentence else text == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "saved"), [("a.mp4", "a.png"), ("a.gif", "a.png"), ("a.png", ""), ("a.npy", "")]
+)
+def test_a_suffix_that_does_not_suit_is_said_before_anything_is_sampled(
+    monkeypatch, tmp_path, name, saved
+):
+    def sample(*_, **__):
+        raise Loaded
+
+    small.load_once(monkeypatch)
+    monkeypatch.setattr(generation, "generate", sample)
+    result, text = said("shapes-sd3", "a red circle", "-o", tmp_path / name)
+    assert isinstance(result.exception, Loaded)
+    assert text == (
+        f"WARNING {name} does not suit what is made; it is saved as {saved}" * bool(saved)
+    )
+
+
+def test_a_lora_to_generate_with_and_one_to_start_from_are_named_alike(tmp_path):
+    """The run, its exported folder, or the file."""
+    policy = load_policy("shapes-sd3", lora={"rank": 2, "alpha": 2})
+    policy.save_lora(tmp_path / "run" / "lora")
+    (file,) = (tmp_path / "run" / "lora").glob("*.safetensors")
+    for place in (tmp_path / "run", tmp_path / "run" / "lora", file):
+        cfg = load_config(None, [f"train.init_lora={place}"])
+        assert cfg.train.init_lora == str(file if place == file else tmp_path / "run" / "lora")
+        policy.load_lora(cfg.train.init_lora)
+        made = load_policy("shapes-sd3", **lora_of(place)[1])
+        own, other = policy.state(), made.state()
+        assert own.keys() == other.keys() and all(torch.equal(own[k], other[k]) for k in own)
