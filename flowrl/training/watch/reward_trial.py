@@ -77,7 +77,7 @@ def try_own(cfg: Config, rewards: RewardSet, data: prompts.Prompts) -> None:
     if registry.is_live(source) or registry.is_outside("flowrl.models", source):
         return
     for label, reward in rewards.rewards.items():
-        name = str(cfg.reward[label].get("name", label))
+        name = str(cfg.reward.get(label, {}).get("name", label))
         if not (registry.is_live(name) or registry.is_outside("flowrl.rewards", name)):
             continue
         video = reward.video == "only" or "num_frames" in cfg.model.pipeline
