@@ -266,7 +266,7 @@ def test_generate_takes_lists_beside_prompts(monkeypatch):
     write("edits.json", '[{"prompt": "a", "negative_prompt": "b"}]')
     asked = []
     monkeypatch.setattr(generate, "_load", lambda *of: None)
-    monkeypatch.setattr(generate, "_save", lambda *of: None)
+    monkeypatch.setattr(generate, "_save", lambda *of: [Path("out.npy")])
     monkeypatch.setattr(
         generation, "generate", lambda policy, prompts, **how: asked.extend(prompts)
     )
