@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -272,11 +273,13 @@ def _nearest_keys(key: str, algorithm: Any) -> str:
         valid += [f"algorithm.{k}" for k in _keys(algorithm_schema(algorithm["name"]))]
     section, _, last = key.rpartition(".")
     moved = [k for k in valid if k.rpartition(".")[2] == last]
-    if known := synonym(last):
+    siblings = [k for k in valid if k.rpartition(".")[0] == section]
+    # a slip of the pen in one of our names is nearer than another trainer's name
+    slip = difflib.get_close_matches(key, siblings, n=1, cutoff=0.9)
+    if not slip and (known := synonym(last)):
         return f"; here it is {known}"
     if moved:  # the key exists in another section
         return "; did you mean " + " or ".join(f'"{k}"' for k in moved) + "?"
-    siblings = [k for k in valid if k.rpartition(".")[0] == section]
     return registry.did_you_mean(key, siblings if section else valid)
 
 

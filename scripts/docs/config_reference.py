@@ -250,6 +250,8 @@ def is_section(annotation: Any) -> TypeIs[type[BaseModel]]:
 
 
 def default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "to be set"
     value = field.get_default(call_default_factory=True)
     return as_yaml(list(value) if isinstance(value, tuple) else value) or '""'
 

@@ -168,6 +168,6 @@ def test_a_tree_of_one_leaf_is_not_compared_with_itself(options):
 )
 def test_a_distilled_model_is_warned_of_in_forward_methods(algorithm, source, scheduler, warned):
     policy = SimpleNamespace(pipe=SimpleNamespace(scheduler=type(scheduler, (), {})()))
-    facts = Facts({"model": {"source": source}})
+    facts = Facts({"model": {"source": source}}, algorithm.Config)
     facts.learn(method=algorithm(algorithm.Config()), policy=policy)
     assert ("few-step distilled model" in str(facts.warnings())) == warned

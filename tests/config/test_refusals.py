@@ -12,6 +12,7 @@ from flowrl.config.compose import options
 from flowrl.config.facts import Facts, of_config, plain
 from flowrl.config.lighter import Shortage, changed, next_change, starts
 from flowrl.config.load import load_config
+from flowrl.config.schema import algorithm_schema
 from flowrl.data.prompts import load_prompts
 from flowrl.rewards import load_set
 from flowrl.samplers import sigmas
@@ -151,7 +152,8 @@ def refusal(words):
     """Why a start would refuse these words, before it loads a model; "": it goes on."""
     try:
         cfg = load_config(None, ["reward=jpeg", *words.split()])
-        algorithm, facts = make_algorithm(cfg), Facts(plain(cfg))
+        algorithm = make_algorithm(cfg)
+        facts = Facts(plain(cfg), type(algorithm.config))
         facts.learn(method=algorithm, processes=1)
         facts.learn(rewards=load_set(cfg.reward))
         facts.learn(prompts=load_prompts(cfg.data.train), dataset=None, files=[])
@@ -239,7 +241,8 @@ def test_lists_that_ship_share_no_prompt_between_training_and_evaluation(data):
 
 def test_every_rule_reads_what_there_is():
     """A misspelled key would leave a rule waiting for good."""
-    words = Facts(plain(load_config()))
+    cfg = load_config()
+    words = Facts(plain(cfg), algorithm_schema(cfg.algorithm["name"]))
     for rule in (*rules.RULES, *run_rules.RULES):
         assert all(words[key] is not words for key in rule.reads if key.split(".")[0] not in NAMED)
 
@@ -293,11 +296,12 @@ def test_rules_over_words_need_no_torch():
 import sys
 from flowrl.config.facts import Facts
 from flowrl.config.load import composed
+from flowrl.config.schema import algorithm_schema
 words = ["train.shard=[denoiser]", "train.compile=blocks", "reward.clip.model=1980"]
 tree, problems = composed(None, words)
 assert not problems and tree["reward"]["clip"]["model"] == "1980"
 try:
-    Facts(tree).learn()
+    Facts(tree, algorithm_schema(tree["algorithm"]["name"])).learn()
 except ValueError as error:
     print(error)
 print("torch" in sys.modules)
