@@ -82,7 +82,7 @@ def test_pictures_that_cannot_be_read_are_named_with_their_line_before_a_model_l
     monkeypatch.setitem(sys.modules, "av", None)  # not installed
     (tmp_path / "moving.mp4").write_bytes(b"any")
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "video": "moving.mp4"}))
-    said = r'line 1: "video": reading moving.mp4 needs .*flowrl.video'
+    said = r'line 1: "video": reading moving.mp4 needs .*\[video\]'
     with pytest.raises(ValueError, match=said):
         load_prompts(path)
 
