@@ -118,9 +118,9 @@ def score(
                 show(f"{len(kept)} of {len(samples)} images: {place}", wrap=True)
     for problem in problems:
         complain(problem)
-    _say_next(output if place else None, next(iter(weights)))
     if problems:
         raise typer.Exit(1)
+    _say_next(output if place else None, next(iter(weights)))
 
 
 def _say_next(written: Path | None, label: str) -> None:

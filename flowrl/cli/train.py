@@ -72,13 +72,12 @@ def train(
             _conclude(error.run, trained=False)
         stop(error, 1)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
-        if not trainer.iteration:
-            what = (
-                f"nothing was trained; start again with another output=, or remove {trainer.path}"
-            )
-            stop(error, 1, hint=what if (trainer.path / "config.yaml").exists() else "")
         hint = f"resume with: flowrl train --resume {shlex.quote(str(trainer.path))}"
-        stop(error, 1, hint="" if ran_out(error) else hint)
+        if not trainer.iteration:
+            left = (trainer.path / "config.yaml").exists()
+            what = "nothing was trained; start again with another output=, or remove"
+            hint = f"{what} {trainer.path}" if left else ""
+        stop(error, 1, hint="" if ran_out(error) else hint)  # its sentence says how to go on
     if trainer.world.main:
         _conclude(run)
 

@@ -149,7 +149,8 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
     """
     found = []
     old = {"reader": {}, **old}  # earlier versions did not keep this section
-    old = {**old, "config": without_gone(old["config"], whatever=True)}
+    if "config" in old:
+        old = {**old, "config": without_gone(old["config"], whatever=True)}
     for section in (old.keys() & new.keys()) - {"sources"}:
         before, now = flatten(old[section]), flatten(new[section])
         for key in sorted(before.keys() | now.keys()):

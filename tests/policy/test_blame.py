@@ -1,6 +1,7 @@
 """A library's error inside a pipeline's call: which call it was, where in it, which of the user's
 arguments could matter, and the library's own words."""
 
+import inspect
 import re
 
 import long
@@ -68,7 +69,9 @@ def test_what_fails_in_flowrl_itself_is_not_laid_on_the_user(monkeypatch):
         assert not "a loop like this"
 
     monkeypatch.setattr(PipelinePolicy, "_infer", odd)
-    odd.__code__ = odd.__code__.replace(co_filename=load_policy.__code__.co_filename)
+    odd.__code__ = odd.__code__.replace(
+        co_filename=inspect.unwrap(load_policy).__code__.co_filename
+    )
     said = refused(tiny.pipeline("sd3"), **tiny.CALLS["sd3"])
     assert "flowrl's own load.py:" in said and "height" not in said
 

@@ -121,10 +121,10 @@ def test_files_train_together_and_an_edited_one_is_noticed(folder):
 
 
 def test_a_package_is_listed_composes_and_gives_what_it_names(package):
-    listed = dict(line.split(": ") for line in small.invoke("list").output.splitlines())
+    listed = json.loads(small.invoke("list", "--json", "-").output)
     found = {"models": "tiny-shapes", "rewards": "redness", "algorithms": "plain"}
     for kind, name in (found | {"samplers": "dance"}).items():
-        assert name in listed[kind].split(", ")
+        assert name in listed[kind] and name in small.invoke("list", kind).output
     cfg = load.load_config(None, COMMANDS[-1][1:])
     assert (cfg.model.source, cfg.algorithm["name"]) == ("tiny-shapes", "plain")
     assert (cfg.algorithm["sde"], list(cfg.reward)) == ("dance", ["redness"])

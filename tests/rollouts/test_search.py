@@ -234,7 +234,7 @@ def test_the_command_searches(tmp_path):
         (["--search", "tree"], "--search needs one way (random, zero_order or tree), and --calls"),
         (["--search", "radius=0.5", "--calls", 6], "--search needs one way"),
         ([*search, "--search", "radios=1"], 'no such setting; did you mean "radius"'),
-        (["--enough", 0.5], "--enough 0.5 is read with --refine"),
+        (["--best-of", 2, "--enough", 0.5], "--enough 0.5 is read with --refine"),
     ):
         refused = small.invoke(*words, *wrong, "--reward", "jpeg", "-o", tmp_path / "b.png")
         assert refused.exit_code == 2 and sentence in " ".join(refused.stderr.split())

@@ -71,6 +71,7 @@ def test_other_processes_stay_silent(capsys):
 def test_bars_on_a_terminal_stand_below_each_other_on_the_first_process(monkeypatch, rank, shown):
     out = io.StringIO()
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TERM", "xterm")  # a dumb terminal shows no bar
     monkeypatch.setattr(log, "_shared", Terminal(file=out, force_terminal=True, width=100))
     monkeypatch.setattr(log.sys.stderr, "isatty", lambda: True, raising=False)
     with log.Progress(9, lines=False) as train:
