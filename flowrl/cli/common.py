@@ -21,13 +21,14 @@ from flowrl.runtime.text import error_text, one_line, visible
 def complete_words(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete a word of a config: an experiment, GROUP=OPTION or KEY=."""
     from flowrl.config.compose import GROUPS, options
-    from flowrl.config.schemas import settings
+    from flowrl.config.load import keys
+    from flowrl.config.schema import Config
     from flowrl.runtime.registry import shipped
 
     named = {group: options(group) for group in GROUPS}
     named["reward"] = shipped("flowrl.rewards")
     words = [f"{group}={name}" for group, names in named.items() for name in names]
-    words += [*named["experiment"], *(f"{key}=" for key in settings("config") or ())]
+    words += [*named["experiment"], *(f"{key}=" for key in keys(Config, sections=False))]
     # bash passes "=" as a word of its own, and completes the text after it
     given = "".join([*(ctx.params.get("overrides") or ())][-2:])
     begun = given if given.endswith("=") else ""
@@ -139,9 +140,9 @@ def usage_errors(command: Any) -> Iterator[None]:
 def _unknown_option(option: str, own: list[str]) -> str:
     """Say of an option that is not there how it is called here. own: those of the command."""
     from flowrl.config.compose import GROUPS
-    from flowrl.config.load import synonym
+    from flowrl.config.load import keys, synonym
     from flowrl.config.overrides import as_loop
-    from flowrl.config.schemas import settings
+    from flowrl.config.schema import Config
     from flowrl.runtime.registry import did_you_mean
 
     key, what = option.lstrip("-"), f"there is no option {option}"
@@ -152,7 +153,8 @@ def _unknown_option(option: str, own: list[str]) -> str:
     if last in ("m", "multirun"):
         return f"{what}, and a command makes one run{as_loop('seed', (0, 1))}"
     known = synonym(last)
-    same = [k for k in (*GROUPS, *(settings("config") or ())) if f".{k}".endswith(f".{last}")]
+    settings = (*GROUPS, *keys(Config, sections=False))
+    same = [k for k in settings if f".{k}".endswith(f".{last}")]
     if same and (not known or key in same):
         return f"{what}: a setting is written without dashes, {same[0]}=VALUE"
     return what + (f"; here it is {known}" if known else did_you_mean(option, own))

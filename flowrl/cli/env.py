@@ -28,7 +28,8 @@ def env(json: Json = None) -> None:
     has = {extra: importlib.util.find_spec(module) for module, extra in EXTRAS.items()}
     found["extras"] = ", ".join(sorted(extra for extra, spec in has.items() if spec)) or "none"
     if not as_json(found, json):
-        echo("\n".join(f"{name:12} {value}" for name, value in found.items()))
+        width = max(map(len, found))
+        echo("\n".join(f"{name:{width}} {value}" for name, value in found.items()))
 
 
 def _devices() -> dict[str, str]:

@@ -268,9 +268,9 @@ def _nearest_value(error: Any) -> str:
 
 
 def _nearest_keys(key: str, algorithm: Any) -> str:
-    valid = list(_keys(Config))
+    valid = list(keys(Config))
     if key.startswith("algorithm."):
-        valid += [f"algorithm.{k}" for k in _keys(algorithm_schema(algorithm["name"]))]
+        valid += [f"algorithm.{k}" for k in keys(algorithm_schema(algorithm["name"]))]
     section, _, last = key.rpartition(".")
     moved = [k for k in valid if k.rpartition(".")[2] == last]
     siblings = [k for k in valid if k.rpartition(".")[0] == section]
@@ -291,9 +291,12 @@ def synonym(name: str, table: str = "settings") -> str | None:
     return found
 
 
-def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all fields."""
+def keys(schema: type[BaseModel], prefix: str = "", *, sections: bool = True) -> Iterator[str]:
+    """Dotted names of all settings. sections: those of the sections, too."""
     for name, field in schema.model_fields.items():
-        yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys(field.annotation, f"{prefix}{name}.")
+        below = field.annotation
+        if isinstance(below, type) and issubclass(below, BaseModel):
+            yield from [prefix + name] * sections
+            yield from keys(below, f"{prefix}{name}.", sections=sections)
+        else:
+            yield prefix + name

@@ -1,13 +1,11 @@
 """Write docs/configuration.md from the schemas: every key with its default, what it accepts, its
-meaning, and under which other settings it is read; and flowrl/config/schemas.json, which says the
-same to programs that import no schema.
+meaning, and under which other settings it is read.
 
 python scripts/docs/config_reference.py    # a test checks that the page is up to date
 """
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +19,11 @@ from typing_extensions import TypeIs
 from flowrl.algorithms.common.base import Anchor, Credit
 from flowrl.algorithms.common.forward import ForwardConfig
 from flowrl.algorithms.common.transition_config import TransitionConfig
-from flowrl.config import schemas
 from flowrl.config.rules import RULES
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.rewards import reward_class
-from flowrl.runtime import registry
 from flowrl.runtime.registry import choices
 from flowrl.runtime.rule import as_yaml, conditions
-from flowrl.runtime.typed_text import kinds_at
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -291,45 +286,7 @@ def limits(metadata: Sequence[Any]) -> Iterator[str]:
                 yield f"{sign} {getattr(m, name)}"
 
 
-def as_json() -> str:
-    """flowrl/config/schemas.json: a line for each setting."""
-    owners = {"config": Config}
-    for name in registry.shipped("flowrl.algorithms"):
-        owners[f"algorithms.{name}"] = algorithm_schema(name)
-    for name in registry.shipped("flowrl.rewards"):
-        owners[f"rewards.{name}"] = reward_class(name).Settings
-    parts = []
-    for owner, schema in owners.items():
-        lines = [f"  {json.dumps(key)}: {json.dumps(row)}" for key, row in described(schema)]
-        parts.append(f" {json.dumps(owner)}: {{\n" + ",\n".join(lines) + "\n }")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def described(schema: type[BaseModel]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(key, what schemas.json says) of every leaf of a schema; what is inside a mapping has the key
-    of the mapping and ".*"."""
-    for key, field in fields(schema):
-        found = kinds_at(schema, key.split("."))
-        given = field.get_default(call_default_factory=True)
-        yield (
-            key,
-            {
-                "default": None if field.is_required() else given,
-                "accepts": accepts(field.annotation, field.metadata),
-                "kinds": names_of(found),
-                "says": field.description or "",
-            },
-        )
-        if dict in found:
-            yield f"{key}.*", {"kinds": names_of(kinds_at(schema, [*key.split("."), "*"]))}
-
-
-def names_of(kinds: Iterable[Any]) -> list[str]:
-    return sorted("Any" if kind is Any else kind.__name__ for kind in kinds)
-
-
 if __name__ == "__main__":
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(), encoding="utf-8")
-    schemas.FILE.write_text(as_json(), encoding="utf-8")
-    print(f"wrote {PAGE} and {schemas.FILE}")
+    print(f"wrote {PAGE}")

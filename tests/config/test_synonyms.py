@@ -8,7 +8,8 @@ import yaml
 
 from flowrl import load_config
 from flowrl.cli.main import app
-from flowrl.config import ConfigError, load, schemas
+from flowrl.config import ConfigError, load, schema
+from flowrl.runtime import registry
 
 TABLES = yaml.safe_load(load.FILE_OF_SYNONYMS.read_text())
 TABLE = TABLES["settings"]
@@ -22,12 +23,10 @@ WANTED = """
 
 def keys():
     """Every key of the config and of the shipped algorithms, and the sections that hold them."""
-    owners = yaml.safe_load(schemas.FILE.read_text())
-    found = set(owners["config"])
-    for owner, settings in owners.items():
-        if owner.startswith("algorithms."):
-            found |= {f"algorithm.{key}" for key in settings}
-    return found | {key.rpartition(".")[0] for key in found}
+    found = set(load.keys(schema.Config))
+    for name in registry.shipped("flowrl.algorithms"):
+        found |= set(load.keys(schema.algorithm_schema(name), "algorithm."))
+    return found
 
 
 def test_what_a_synonym_names_is_in_the_schema():
