@@ -85,13 +85,15 @@ def compose(
         chosen = read_yaml(config_folder() / "config.yaml") | picked
         source = source_of(files, line)
         unnamed = on_this_device(None if chosen["model"] else source)
-        if not is_embedded(source or chosen["model"] or ""):
+        model = option_layer("model", chosen["model"]) if chosen["model"] else {"model": {}}
+        if not is_embedded(source or model["model"].get("source", "")):
             chosen |= {group: None for group in NAMED if group not in picked}
             defaults = defaults | {"data": defaults["data"] | {"train": "", "eval": None}}
         merged = OmegaConf.merge(
             in_full(defaults),
             unnamed,
-            *(option_layer(group, chosen[group]) for group in LAYERS if chosen[group]),
+            model,
+            *(option_layer(group, chosen[group]) for group in LAYERS[1:] if chosen[group]),
             *(in_full(without_overruled(layer, line)) for layer in files),
             line.own,
         )
