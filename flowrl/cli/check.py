@@ -70,11 +70,11 @@ def check(
         if reward:
             if pipeline or hints:
                 raise ValueError("--pipeline and --hints are for a model; leave them out")
-            parse_rewards(reward)
+            entries = parse_rewards(reward)
             if prompts and not media:
                 raise ValueError("--prompts are those of --media; give --media too")
             own = {**pictures, "prompts": Path(prompts) if prompts else None}
-            _check_rewards(reward, own, json)
+            _check_rewards(entries, own, json)
         elif json or any(pictures.values()):
             options = "--media, --count, --frames and --json"
             raise ValueError(f"{options} are for a reward; give --reward NAME too")
@@ -109,16 +109,18 @@ def _check_model(
         echo(f"  tokens of a prompt that are read: {', '.join(map(str, found))}")
 
 
-def _check_rewards(words: list[str], pictures: dict[str, Any], json: str | None) -> None:
+def _check_rewards(
+    entries: dict[str, dict[str, Any]], pictures: dict[str, Any], json: str | None
+) -> None:
     """Print the findings about each reward on pictures; exit code 1 where a check failed."""
-    from flowrl.rewards import load_set, parse_words
+    from flowrl.rewards import load_set
     from flowrl.rewards.checks import check as checks
 
     if pictures["media"] and pictures["frames"]:
         drawn = f"--frames {pictures['frames']} is of videos that are drawn"
         raise ValueError(f"{drawn}, and --media names images; leave one of them out")
     found = {}
-    for label, reward in load_set(parse_words(words)).rewards.items():
+    for label, reward in load_set(entries).rewards.items():
         found[label] = checks.check(reward, _examples(reward, **pictures))
         if json != "-":
             needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
