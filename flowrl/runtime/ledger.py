@@ -40,6 +40,22 @@ PEAK_FLOPS = {
 }
 
 
+_ATEN = torch.ops.aten
+# attention on a CPU -> the GPU's kernel of the same FLOPs: torch 2.11 has no formula for the CPU's
+GPU_KERNEL = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (
+        _ATEN._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+
+def formula_of(operator: Any) -> Any:
+    """Find torch's formula of an operator's FLOPs; None: it has none."""
+    packet = operator._overloadpacket
+    return flop_registry.get(GPU_KERNEL.get(packet, packet))
+
+
 class FlopCounter(TorchDispatchMode):
     """Counts FLOPs by torch's own formulas and runs every operator unchanged.
 
@@ -50,11 +66,23 @@ class FlopCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
+        self.uncompiled: Any = nullcontext()
+
+    def __enter__(self) -> FlopCounter:
+        # a compiled block whose first call is in a mode is never compiled by torch 2.11
+        if "torch._dynamo" in sys.modules:
+            self.uncompiled = torch.compiler.set_stance("force_eager")
+        self.uncompiled.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.uncompiled.__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = formula_of(func)
         if formula is not None:
             self.total += formula(*args, **kwargs, out_val=out)
         return out

@@ -48,3 +48,14 @@ def test_networks_with_older_processors_are_said_to_keep_theirs(heard, caplog):
     with caplog.at_level(logging.WARNING, logger="flowrl"):
         set_attention(tiny.policy("sd3").networks.values(), "native")
     assert "has no effect on SD3Transformer2DModel" in caplog.text
+
+
+@pytest.mark.parametrize(("device", "stays"), [("cuda", False), ("cpu", True)])
+def test_cudnns_attention_is_off_on_a_gpu(device, stays):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        set_attention(tiny.policy("flux").networks.values(), None, torch.device(device))
+        assert torch.backends.cuda.cudnn_sdp_enabled() == stays
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -136,6 +136,18 @@ def test_a_pipeline_computes_where_it_is_told_and_its_class_is_as_it_was():
     assert one.device == one._execution_device == CPU and dict(kind.__dict__) == before
 
 
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_networks_that_are_away_say_where_their_inputs_have_to_be(name):
+    """diffusers moves token ids to the device of the text encoder."""
+    policy = tiny.policy(name, encoding=Encoding(leave=True, offload=True), lora={"rank": 2})
+    meta = policy.turns.device = torch.device("meta")
+    movers = [*policy.prober.runner._text_encoders(), *policy.networks.values()]
+    assert len(movers) > 1 and all(network.device == CPU for network in movers)
+    with policy.turns.running(policy.pipe):
+        assert all(network.device == meta for network in movers)
+    assert all(network.device == CPU for network in movers)
+
+
 class Odd(torch.Tensor):
     """Another type of weights."""
 

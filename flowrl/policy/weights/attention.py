@@ -18,8 +18,9 @@ def set_attention(
     networks: Iterable[nn.Module], name: str | None, device: torch.device | None = None
 ) -> None:
     """Let the networks compute attention by backend `name` (native, flash, sage, xformers, ...);
-    None: by diffusers' own choice. It warns if a network's processors know no backends. device:
-    where they compute; None: where their weights are.
+    None: by diffusers' own choice, without cuDNN's kernels on a GPU, where this switches them off
+    for the process. It warns if a network's processors know no backends. device: where they
+    compute; None: where their weights are.
 
     ValueError for a name that diffusers does not know, or one that does not work on this machine in
     the networks' type, gradient included.
@@ -29,6 +30,10 @@ def set_attention(
         first = [next(network.parameters()) for network in networks]
         for where, dtype in {(device or p.device, p.dtype) for p in first}:
             try_out(backend, where, dtype)
+    elif any((device or next(net.parameters()).device).type == "cuda" for net in networks):
+        # on an H100, with torch 2.11, the first backward of FLUX through cuDNN's attention reads
+        # memory that is not its own; flash attention takes a third longer
+        torch.backends.cuda.enable_cudnn_sdp(False)
     for network in networks:
         own = [getattr(module, "processor", None) for module in network.modules()]
         known = [p for p in own if hasattr(p, "_attention_backend")]

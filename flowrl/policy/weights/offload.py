@@ -55,6 +55,8 @@ class Turns:
         self.denoisers: OffloadedWeights | None = None
         self.takes_scorers = False  # whether networks of rewards take turns, too
         self.scorers: list[OffloadedWeights] = []  # weights of each set of rewards
+        # networks that may be away from the device; a Waiting one's blocks are
+        self.movers: list[nn.Module] = [] if waiting is None else list(waiting.networks)
         self.open = 0  # number of runs of the pipeline in progress, one within another
         self.instead = False  # whether encoders may take the place of the denoisers
 
@@ -69,6 +71,7 @@ class Turns:
         tensors = unique(t for net in networks for t in tensors_of(net))
         self.encoders = OffloadedWeights(tensors, self.device)
         self.encoders.leave()
+        self.movers += networks
         for network in networks:
             # every module, because pipelines call parts of their encoders, too
             for module in network.modules():
@@ -95,6 +98,7 @@ class Turns:
         ValueError if they are trained."""
         tensors = unique(t for name, net in networks.items() for t in frozen(name, net))
         self.denoisers = OffloadedWeights(tensors, self.device)
+        self.movers += networks.values()
         for network in networks.values():
             # no deeper modules, because the blocks below may be compiled
             for module in (network, *network.children()):
@@ -156,13 +160,16 @@ class Turns:
 
     @contextlib.contextmanager
     def running(self, pipe: Any, *, instead: bool = False) -> Iterator[None]:
-        """Inside, the pipeline computes on our device, wherever its parts are; encoders that came
-        leave at the end of the outermost run. instead: encoders may take the place of the
-        denoisers, because no gradient is to come."""
+        """Inside, the pipeline computes on our device, and its networks say that they are there,
+        wherever their weights are; encoders that came leave at the end of the outermost run.
+        instead: encoders may take the place of the denoisers, because no gradient is to come."""
         before = self.instead
         self.open, self.instead = self.open + 1, before or instead
         try:
-            with computing_on(pipe, self.device) if self.used else contextlib.nullcontext():
+            movers = [pipe, *self.movers] if self.used else []
+            with contextlib.ExitStack() as stack:
+                for thing in movers:
+                    stack.enter_context(computing_on(thing, self.device))
                 yield
         finally:
             self.open, self.instead = self.open - 1, before
@@ -209,16 +216,16 @@ def hosted(value: Tensor, device: torch.device) -> Tensor:
 
 
 @contextlib.contextmanager
-def computing_on(pipe: Any, device: torch.device) -> Iterator[None]:
-    """Inside, `pipe.device` is this device; diffusers would ask the first of its parts."""
-    kind, names = type(pipe), ("device", "_execution_device")
-    answers = {
-        name: property(_device_of(getattr(kind, name, None), pipe, device)) for name in names
-    }
+def computing_on(thing: Any, device: torch.device) -> Iterator[None]:
+    """Inside, a pipeline or a network says that it is on this device. diffusers would ask the first
+    of a pipeline's parts, and the first weight of a network, before it moves their inputs."""
+    kind = type(thing)
+    usual = {name: getattr(kind, name, None) for name in ("device", "_execution_device")}
+    answers = {name: property(_device_of(own, thing, device)) for name, own in usual.items() if own}
     with replaced(kind, **answers):
         yield
 
 
-def _device_of(usual: Any, pipe: Any, device: torch.device) -> Any:
-    """Return our device for this pipeline, and the usual answer for others of its class."""
-    return lambda own: device if own is pipe else usual.__get__(own, type(own))
+def _device_of(usual: Any, thing: Any, device: torch.device) -> Any:
+    """Return our device for this object, and the usual answer for others of its class."""
+    return lambda own: device if own is thing else usual.__get__(own, type(own))

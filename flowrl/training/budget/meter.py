@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from flowrl.runtime.ledger import formula_of
 from flowrl.training.budget.roofline import Device
 
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "is_same_size")
@@ -109,11 +109,7 @@ class Meter(TorchDispatchMode):
             kind = "function"
         elif name in RANDOM:
             kind = "random"
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is None and "attention" in kind and self.device and self.device.cuda:
-            # an older torch has formulas for its GPU kernels of attention only
-            formula = _attention_flops
-        found = Operator(not infos, not (view or name in FREE), kind, formula)
+        found = Operator(not infos, not (view or name in FREE), kind, formula_of(func))
         self.known[func] = found
         return found
 
@@ -132,14 +128,6 @@ class Meter(TorchDispatchMode):
         if self.device is not None:
             seconds = self.device.seconds(kind, flops, nbytes)
             self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
-
-
-def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
-    """Count the FLOPs of fused attention as torch does: two products forward, five backward."""
-    q, k, v = args[1:4] if len(args) > 5 else args[:3]
-    a_product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
-    width, own = q.shape[3], v.shape[3]
-    return a_product * (3 * width + 2 * own if len(args) > 5 else width + own)
 
 
 def bytes_of(tensor: Tensor) -> int:
