@@ -37,7 +37,8 @@ EVENING = 12 * 3600  # seconds
 TABLE = re.compile(r"(?<=<!-- recipes -->\n).*(?=<!-- /recipes -->)", re.S)
 COLUMNS = "| model | card | command | GB | h:min of the run | samples | basis |"
 # what ran on a GPU: model, GB of the card -> what the table says of it
-RAN = {("sd3.5-medium", 80): "in part run on one H100 at 2d83782"}
+H100 = "in part run on one H100 at c97b275"
+RAN = {("sd3.5-medium", 80): H100, ("flux.1-dev", 80): H100, ("flux.1-dev", 24): H100}
 
 
 def main() -> None:
@@ -90,11 +91,11 @@ def words(model: str, card: int) -> list[str]:
 
 
 def basis(model: str, card: int, cfg: Config) -> str:
-    """Return what the row rests on beside the budget. Quantised weights never ran at real size."""
-    if cfg.model.quantize != "none":
-        return "modelled"
+    """Return what the row rests on beside the budget. `make real` quantises no weights."""
     said = RUN_AT_REAL_SIZE[model].said
     tested = "identity-tested" + (f" (blocks: {said})" if said != "all" else "")
+    if cfg.model.quantize != "none":
+        tested = "modelled"
     return "; ".join([tested, *([RAN[model, card]] if (model, card) in RAN else [])])
 
 
