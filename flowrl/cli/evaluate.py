@@ -87,6 +87,7 @@ def evaluate(
     """Measure a run on held-out prompts or on a suite. Takes the averaged weights of the newest
     checkpoint; results join its report, unless they go elsewhere."""
     from flowrl.runtime import log
+    from flowrl.runtime.excerpt import part
     from flowrl.runtime.store.run_folder import config_file
 
     log.setup()
@@ -99,8 +100,10 @@ def evaluate(
             options = "--best-of, --count, --prompts, --reward and --held-out"
             needs = f"several runs, {options} need a suite"
             raise ValueError(f"{needs}; add --suite shapes, for example")
-        if suite is None:
-            config_file(runs[0])  # raises ValueError where the folder is not a run
+        if suite is not None:
+            part("flowrl.evaluation.suites.suite", "suite_file")(suite)
+        for run in runs:
+            config_file(run)  # raises ValueError where the folder is not a run
 
         from flowrl.evaluation.places import places
         from flowrl.runtime.processes.world import here

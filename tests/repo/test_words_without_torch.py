@@ -109,6 +109,8 @@ MISTAKES = {
     "serve jpeg --port 99999": "should be less than or equal to 65535",
     "report nowhere": "nowhere",
     "evaluate nowhere": "nowhere is not a run folder",
+    "evaluate nowhere --suite shapes": "nowhere is not a run folder",
+    "evaluate nowhere --suite shape": 'unknown suite "shape"; did you mean "shapes"',
     "evaluate nowhere --best-of 4": "need a suite; add --suite shapes",
 }
 ANSWERS = {  # without a mistake

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
@@ -123,14 +124,18 @@ def load(name: str, **changes: Any) -> Suite:
 
     changes: fields that are not None replace the file's.
     """
+    settings = read_yaml(suite_file(name)) | {k: v for k, v in changes.items() if v is not None}
+    return parse(Suite, settings, what=f'suite "{name}"')  # type: ignore[return-value]
+
+
+def suite_file(name: str) -> Path:
+    """Find the YAML file of a suite; ValueError where there is none."""
     own_file = name.endswith((".yaml", ".yml"))
     path = located(name) if own_file else config_folder() / "suite" / f"{name}.yaml"
     if not path.is_file():
-        shipped = path.parent.name == "suite"
-        there = did_you_mean(name, options("suite")) if shipped else nearby(path)
+        there = nearby(path) if own_file else did_you_mean(name, options("suite"))
         raise ValueError(f'unknown suite "{name}"{there or "; there is no such file"}')
-    settings = read_yaml(path) | {k: v for k, v in changes.items() if v is not None}
-    return parse(Suite, settings, what=f'suite "{name}"')  # type: ignore[return-value]
+    return path
 
 
 def with_rewards(suite: Suite, settings: Sequence[str], held_out: Sequence[str]) -> Suite:
