@@ -131,7 +131,8 @@ def usage_errors(command: Any) -> Iterator[None]:
     except typer.BadParameter.__mro__[1] as error:  # click's UsageError, which typer hides
         option = getattr(error, "option_name", None)
         own = [name for param in command.params for name in param.opts] if option else []
-        said = _unknown_option(option, own) if option else error.format_message().rstrip(".")
+        unknown = option and option not in own  # else it lacks its value
+        said = _unknown_option(option, own) if unknown else error.format_message().rstrip(".")
         whole = " ".join(dict.fromkeys(("flowrl", command.name)))
         complain(f"{said} (`{whole} -h` shows how it is written)")
         raise typer.Exit(2) from None

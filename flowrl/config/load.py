@@ -32,6 +32,7 @@ from flowrl.rewards.core.find import setting_kinds
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
 from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
+from flowrl.runtime.yaml_text import flatten
 
 Given = str | Path | Mapping[str, Any] | None
 REWARD_TEXTS = ("name", "stratify", "mode")  # keys whose values are texts, whatever the reward
@@ -154,17 +155,6 @@ def diff(old: Config, new: Config) -> list[str]:
     a, b = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     missing = object()
     return sorted(key for key in a.keys() | b.keys() if a.get(key, missing) != b.get(key, missing))
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            out |= flatten(value, f"{prefix}{key}.")
-        else:
-            out[f"{prefix}{key}"] = value
-    return out
 
 
 def validated(values: dict[str, Any], problems: list[str]) -> Config:

@@ -61,6 +61,7 @@ def _row(evaluation: Evaluation, prompts: Prompts) -> dict[str, Any]:
     metrics = {key: _metric(value, texts) for key, value in evaluation.values.items()}
     row = {
         "images": len(texts),
+        "prompts": texts[: len(prompts)],
         "nfe": evaluation.nfe,
         "metrics": {key: metric for key, metric in metrics.items() if metric is not None},
         "tasks": {

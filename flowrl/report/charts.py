@@ -45,16 +45,26 @@ class Curve:
     texts: Sequence[str]  # text that each point shows on hover
     average: Points = ()  # average that is drawn as the curve, while the points become faint
     dots: bool = False  # whether each point is drawn
+    band: Points = ()  # outline of an area behind the curve
 
 
 def line_chart(title: str, points: Points, *, xlabel: str = "iteration", colour: int = 0) -> Markup:
     """Draw one curve with axes; points show their value on hover. "" without a finite value."""
     points = thin([(x, y) for x, y in points if math.isfinite(y)])
-    if not points:
+    own = [_measured(title, points, colour, xlabel)] * bool(points)
+    return common_chart(title, own, xlabel=xlabel)
+
+
+def common_chart(title: str, curves: Sequence[Curve], *, xlabel: str = "iteration") -> Markup:
+    """Draw curves on common axes, without a legend; bands end where the axis does. "" without a
+    curve."""
+    if not curves:
         return Markup()
-    ys = _ticks_around([y for _, y in points])
-    first, last = points[0][0], points[-1][0]
+    ys = _ticks_around([y for curve in curves for _, y in curve.points])
+    along = [x for curve in curves for x, _ in curve.points]
+    first, last = min(along), max(along)
     xs = [t for t in ticks(first, last) if first <= t <= last] if last > first else [first]
+    bands = [[(x, min(max(y, ys[0]), ys[-1])) for x, y in curve.band] for curve in curves]
     return render(
         "curves.svg",
         title=title,
@@ -64,7 +74,7 @@ def line_chart(title: str, points: Points, *, xlabel: str = "iteration", colour:
         x_ticks=[(t, tick_text(t, xs)) for t in xs],
         y_ticks=[(t, tick_text(t, ys)) for t in ys],
         xlabel=xlabel,
-        curves=[_measured(title, points, colour, xlabel)],
+        curves=[replace(curve, band=band) for curve, band in zip(curves, bands, strict=True)],
         legend=False,
     )
 
@@ -229,9 +239,9 @@ def tick_text(value: float, all_ticks: Sequence[float]) -> str:
     return f"{value + 0.0:,.{digits}f}"
 
 
-def thin(points: Points) -> list[tuple[float, float]]:
-    """Reduce points to at most MOST_POINTS, the means of equal bins."""
-    size = -(-len(points) // MOST_POINTS) or 1
+def thin(points: Points, most: int = MOST_POINTS) -> list[tuple[float, float]]:
+    """Reduce points to at most `most`, the means of equal bins."""
+    size = -(-len(points) // most) or 1
     bins = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins]
 

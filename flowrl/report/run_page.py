@@ -52,7 +52,7 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
     """Write <run_path>/report.html, or `output`, and return its path; ValueError if the folder is
     not a run."""
     run = read(Path(run_path))
-    settings, peak = _settings(run), read_peak(run.path)
+    settings, peak = settings_of(run), read_peak(run.path)
     page = render(
         "run.html",
         run=run,
@@ -83,7 +83,7 @@ def _event(line: dict[str, Any]) -> str:
     return f"{when} {event} at iteration {iteration}{what} ({who})"
 
 
-def _settings(run: RunFolder) -> dict[str, Any]:
+def settings_of(run: RunFolder) -> dict[str, Any]:
     path = run.path / "config.yaml"
     if not path.exists():
         return {}
@@ -101,7 +101,7 @@ def _settings(run: RunFolder) -> dict[str, Any]:
 def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
     """The facts below the title."""
     keys = ("model", "algorithm", "reward", "seed")
-    named = {key: _name_of(key, settings.get(key)) for key in keys}
+    named = {key: name_of(key, settings.get(key)) for key in keys}
     chips = {key: name for key, name in named.items() if name is not None}
     if run.metrics:
         chips["iterations"] = str(len(run.metrics))
@@ -110,7 +110,7 @@ def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
     return chips
 
 
-def _name_of(key: str, value: Any) -> str | None:
+def name_of(key: str, value: Any) -> str | None:
     """Name of a group of settings; rewards have their labels as names."""
     labels = None
     if isinstance(value, dict):

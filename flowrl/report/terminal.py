@@ -8,8 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from flowrl.data.scored_folder import ScoredSample
-from flowrl.report import suite_page
+from flowrl.report import comparison, suite_page
 from flowrl.report.numbers import (
     HEADS,
     distinct_metrics,
@@ -70,8 +69,21 @@ def matrix_table(matrix: Mapping[str, Any]) -> Table:
     return _text_table("Side effects: tuned - base", heads, lines)
 
 
-def score_table(scored: Sequence[ScoredSample], weights: Mapping[str, float]) -> Table:
-    """Show for each file what each reward scored, and the total."""
+def comparison_tables(groups: comparison.Groups) -> list[Table | str]:
+    """Tables and sentences that `flowrl report` prints for several runs."""
+    heads, out = [*comparison.HEADS[:4], "gain [over seeds]", "over prompts"], []
+    for metric in comparison.metrics_of(groups):
+        lines = comparison.lines(groups, metric)
+        cells = [[*line[:4], " ".join(line[4:6]).strip(), line[6]] for line in lines]
+        out += [_text_table(f"{metric}, held out, 95% intervals", heads, cells)] * bool(metric)
+    cost = [[line[0], *line[len(comparison.HEADS) :]] for line in lines]
+    out.append(_text_table("Cost of a run", ["", *comparison.COST], cost))
+    return [*out, *comparison.notes(groups)]
+
+
+def score_table(scored: Sequence[Any], weights: Mapping[str, float]) -> Table:
+    """Show for each file what each reward scored, and the total. scored: ScoredSample, whose module
+    needs torch, which the other tables do not."""
     out = _table()
     out.add_column("file", overflow="fold")
     for label, weight in weights.items():

@@ -1,4 +1,5 @@
-"""YAML that nobody checked yet: bounded in size and depth before it is read."""
+"""YAML that nobody checked yet, bounded in size and depth before it is read; its tree as dotted
+keys."""
 
 from __future__ import annotations
 
@@ -43,3 +44,14 @@ def load(text: str) -> Any:
         return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise ValueError(str(error)) from error
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            out |= flatten(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

@@ -35,6 +35,7 @@ import torch
 from cells import Cell
 
 from flowrl.config.load import load_config
+from flowrl.report.comparison import network_rows
 from flowrl.training.loop import Trainer
 from flowrl.training.outputs import evaluate
 from flowrl.training.watch.guards import Dead
@@ -87,9 +88,7 @@ def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, 
     try:
         for it in trainer:
             m = it.metrics
-            spent["calls"] += (
-                m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
-            )
+            spent["calls"] += network_rows(m)
             spent["rows"] += m["policy/rows"]
             spent["seconds"] += m["time/iteration"]
             point = {"iteration": it.number, **{k: round(v, 1) for k, v in spent.items()}}

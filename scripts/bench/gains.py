@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from dataclasses import dataclass
 
@@ -11,9 +10,9 @@ import cells
 from cells import Cell
 
 from flowrl.data.prompts import load_prompts
-from flowrl.runtime.statistics import Paired, paired_bootstrap
+from flowrl.runtime.statistics import Paired, paired_bootstrap, paired_over_runs
+from flowrl.runtime.statistics import student as student_interval
 
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # t that 2.5% exceed, by seeds
 ENOUGH = 3  # seeds, for a sentence about a method
 Runs = dict[str, list[Cell]]  # finished cells of each method or claim
 
@@ -51,9 +50,8 @@ def gains_of(runs: list[Cell]) -> list[float]:
 
 def student(values: list[float]) -> Gain:
     """Mean of at least two values, one a seed, and Student's 95% interval."""
-    mean, n = statistics.mean(values), len(values)
-    half = STUDENT[n] * statistics.stdev(values) / math.sqrt(n)
-    return Gain(mean, mean - half, mean + half)
+    over = student_interval(values)
+    return Gain(over.mean, *over.ci)
 
 
 def learns(runs: list[Cell]) -> str:
@@ -75,8 +73,7 @@ def over_seeds(runs: list[Cell]) -> str:
 
 def gain(runs: list[Cell]) -> Gain:
     """Mean over seeds of after - before, and its interval over texts: it speaks of these runs."""
-    before, after = (_mean_marks(runs, key) for key in ("images_before", "images"))
-    return _gain(paired_bootstrap(before, after, groups=texts_of("shapes:eval", len(before))))
+    return _over_texts(*([marks(c[key]) for c in runs] for key in ("images_before", "images")))
 
 
 def few_gain(c: Cell) -> Gain:
@@ -88,9 +85,10 @@ def _gain(change: Paired) -> Gain:
     return Gain(change.difference, *change.ci)
 
 
-def _mean_marks(runs: list[Cell], key: str) -> list[float]:
-    """Mean over runs of each image's mark."""
-    return [statistics.mean(image) for image in zip(*(marks(c[key]) for c in runs), strict=True)]
+def _over_texts(before: list[list[float]], after: list[list[float]]) -> Gain:
+    """Marks of the images of each run -> the mean change over runs, and its interval over texts."""
+    groups = texts_of("shapes:eval", len(before[0]))
+    return _gain(paired_over_runs(before, after, groups=groups))
 
 
 def marks(text: str) -> list[float]:
@@ -120,8 +118,7 @@ def difference(runs: list[Cell], others: list[Cell]) -> str:
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return ""
-    means = [_mean_marks([way[s] for s in seeds], "images") for way in (mine, theirs)]
-    change = _gain(paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0]))))
+    change = _over_texts(*([marks(way[s]["images"]) for s in seeds] for way in (mine, theirs)))
     each = [cells.score(theirs[s]) - cells.score(mine[s]) for s in seeds]
     listed = ", ".join(f"{value:+.3f}" for value in each)
     said = f"{change} over texts; by seed {listed}"
@@ -129,7 +126,3 @@ def difference(runs: list[Cell], others: list[Cell]) -> str:
         return f"{said}."
     over = student(each)
     return f"{said},\nwhich gives [{over.low:+.3f}, {over.high:+.3f}] over seeds."
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["-"] * len(head), *rows])

@@ -19,10 +19,10 @@ from gains import (
     scores_of,
     settings_of,
     student,
-    table,
 )
 
 from flowrl.data.prompts import load_prompts
+from flowrl.report.tables import markdown as table
 
 TRAINED = ("text_alone", "text_too", "bayes", "bandit", "two_tasks")  # against nft's own runs
 REWARDS = ("verifier", "both_summed", "both_modes", "preference_nft", "preference_tree")

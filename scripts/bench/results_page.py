@@ -31,9 +31,10 @@ from gains import (
     scores_of,
     seed_gain,
     settings_of,
-    table,
     texts_of,
 )
+
+from flowrl.report.tables import markdown as table
 
 PAGE = cells.FOLDER.parent / "results.md"
 TEMPLATE = Path(__file__).with_name("results.md.jinja")

@@ -26,6 +26,7 @@ import processes
 import torch
 
 import flowrl
+from flowrl.runtime.statistics import student_quantile
 from flowrl.training.budget.rehearsal import scores
 from flowrl.training.loop import Trainer
 
@@ -115,13 +116,7 @@ def exponent(found: list[tuple[int, float]]) -> tuple[float, float]:
     slope = float(x @ y / (x @ x))
     rest = y - y.mean() - slope * x
     error = math.sqrt(float(rest @ rest) / max(1, len(x) - 2) / float(x @ x))
-    return slope, _student(len(x) - 2) * error
-
-
-def _student(freedom: int) -> float:
-    """The 97.5% quantile of Student's t, by its expansion around the normal's (Hill 1970)."""
-    z = 1.959964
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return slope, student_quantile(len(x) - 2) * error
 
 
 def row(axis: str, found: list[tuple[int, float]]) -> str:

@@ -49,7 +49,7 @@ def print_generate():
 
 
 def print_report():
-    report.report(Path("run"), Path(f"{NAME}.html"))
+    report.report([Path("run")], Path(f"{NAME}.html"))
 
 
 def print_score():

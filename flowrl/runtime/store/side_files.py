@@ -53,6 +53,7 @@ class Row(FileModel):
     guidance: str | Number | None = None  # scale, "none" or "pipeline"
     steps: int | None = None  # number of ODE steps
     images: int | None = None  # number of images
+    prompts: list[str] = []  # texts, of which image i shows prompts[i % len(prompts)]
     iteration: int | None = None  # iteration after which the row was made
     nfe: Number | None = None  # network rows per image
     metrics: dict[str, Entry | Number | None] = {}  # reading -> mean over all images
