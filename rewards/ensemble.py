@@ -16,12 +16,12 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import Reward, reward_class
+from flowrl.rewards.core.find import check_settings
+from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward_set import load_set, sizes
-from flowrl.rewards.core.rules import parse_rule, settings_of
+from flowrl.rewards.core.rules import parse_rule
 from flowrl.rewards.core.score import held
 from flowrl.rewards.core.settings import Settings as Base
-from flowrl.rewards.core.settings import parse
 from flowrl.rewards.core.sizes import together
 from flowrl.runtime.copies import own
 from flowrl.runtime.registry import did_you_mean
@@ -143,9 +143,8 @@ def _check_member(label: str, entry: dict[str, Any]) -> None:
             " or more"
         )
     if not callable(entry.get("reward")):
-        settings = {k: value for k, value in settings_of(entry).items() if k != "name"}
-        schema = reward_class(entry.get("name", label)).Settings
-        parse(schema, settings, what=f"reward ensemble, member {label}", prefix=f"members.{label}.")
+        what = f"reward ensemble, member {label}"
+        check_settings(label, entry, what=what, prefix=f"members.{label}.")
 
 
 def _video(members: Mapping[str, Reward]) -> Literal["yes", "no", "only"]:

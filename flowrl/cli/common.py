@@ -264,10 +264,14 @@ def parse_rewards(words: list[str]) -> dict[str, dict[str, Any]]:
     """Read NAME, NAME=WEIGHT and NAME.SETTING=VALUE of rewards, whose settings are judged before
     torch is imported and anything is loaded."""
     from flowrl.rewards.core.find import check_settings
+    from flowrl.rewards.core.rules import parse_rules
     from flowrl.rewards.core.words import parse_words
 
     entries = parse_words(words)
-    check_settings(entries)
+    parse_rules(entries)
+    for label, entry in entries.items():
+        name = entry.get("name", label)
+        check_settings(label, entry, what=f'reward "{name}"', prefix=f"{label}.")
     return entries
 
 

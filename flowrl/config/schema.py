@@ -126,15 +126,18 @@ class Config(Section):
     def check_reward(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not value:
             raise ValueError("no reward is named; add reward=pickscore, for example")
-        from flowrl.rewards.core import rules
+        from flowrl.rewards.core import find, rules, schedule
 
         out, problems, found = {}, [], {}
         for label, entry in one_form(value).items():
             out[label] = entry = {"weight": 1.0} | entry
             if registry.is_place(entry.get("name")):
                 entry["name"] = registry.absolute(entry["name"])
+            what, weight = f"reward.{label}", entry["weight"]
             try:
-                check_reward_entry(label, entry)
+                if not isinstance(weight, dict) and not schedule.is_number(weight):
+                    raise ValueError(f"{what}={weight!r} should be its weight, a finite number")
+                find.check_settings(label, entry, what=what, prefix=f"{what}.")
                 found[label] = rule = rules.parse_rule(label, entry)
                 out[label] = rule.stated | rules.settings_of(entry)
             except ValueError as error:
@@ -148,28 +151,6 @@ class Config(Section):
 def options_of(algorithm: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a section that the algorithm's own class reads."""
     return {key: value for key, value in algorithm.items() if key not in ("name", "label")}
-
-
-def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
-    """Judge {weight, gate, stratify, mode, name (when the label is not the reward's), **settings}
-    without loading the reward; wrong -> ValueError."""
-    from flowrl.rewards.core.find import settings_class
-    from flowrl.rewards.core.rules import settings_of
-    from flowrl.rewards.core.schedule import is_number
-    from flowrl.rewards.core.settings import Settings, parse
-
-    weight = entry["weight"]
-    name = str(entry.get("name", label))
-    live = registry.is_live(name)
-    schema = Settings if live else settings_class(name)
-    try:
-        settings = settings_of(entry, schema.model_fields)
-    except ValueError as error:
-        raise ValueError(f"reward.{label}: {error}") from error
-    settings.pop("name", None)
-    if not isinstance(weight, dict) and not is_number(weight):
-        raise ValueError(f"reward.{label}={weight!r} should be its weight, a finite number")
-    parse(schema, settings, what=f"reward.{label}", prefix=f"reward.{label}.")
 
 
 def algorithm_schema(name: str) -> type[BaseModel]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.rewards.core.rules import parse_rules, settings_of
+from flowrl.rewards.core.rules import settings_of
 from flowrl.rewards.core.settings import Settings, parse
 from flowrl.runtime import registry
 from flowrl.runtime.typed_text import Kinds, kinds_at
@@ -31,10 +31,17 @@ def setting_kinds(name: str, path: Sequence[str]) -> Kinds:
         return frozenset()
 
 
-def check_settings(entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """ValueError where `load_set` would refuse these entries before it loads a network."""
-    parse_rules(entries)
-    for label, entry in entries.items():
-        schema = settings_class(name := str(entry.get("name", label)))
-        given = settings_of({k: v for k, v in entry.items() if k != "name"}, schema.model_fields)
-        parse(schema, given, what=f'reward "{name}"', prefix=f"{label}.")
+def check_settings(label: str, entry: Mapping[str, Any], *, what: str, prefix: str) -> None:
+    """ValueError where the settings of an entry {name (when the label is not the reward's), weight,
+    gate, stratify, mode, **settings} do not suit its reward, which is not loaded.
+
+    what, prefix: what the sentence begins with, and what a user writes before a setting.
+    """
+    name = str(entry.get("name", label))
+    schema = Settings if registry.is_live(name) else settings_class(name)
+    try:
+        settings = settings_of(entry, schema.model_fields)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    settings.pop("name", None)
+    parse(schema, settings, what=what, prefix=prefix)

@@ -3,9 +3,9 @@
 import pytest
 
 from flowrl.config.compose import options
-from flowrl.config.schema import check_reward_entry
 from flowrl.evaluation.suites import prompt_files
 from flowrl.evaluation.suites import suite as suites
+from flowrl.rewards.core.find import check_settings
 from flowrl.rewards.core.questions import complaint
 
 HEAD = (
@@ -31,7 +31,8 @@ def test_every_suite_that_ships_is_readable_and_names_rewards_that_exist(name):
     suite = suites.load(name)
     assert name in options("suite") and suite.headline.partition("/")[0] in suite.rewards
     for label, entry in {**suite.rewards, **suite.held_out}.items():
-        check_reward_entry(label, {"weight": 1.0, **(entry if isinstance(entry, dict) else {})})
+        own = entry if isinstance(entry, dict) else {}
+        check_settings(label, own, what=name, prefix="")
     assert suite.prompts or "https://" in suite.origin
 
 
