@@ -9,6 +9,7 @@ same classes as a run, before torch is there. A module that is imported already 
 from __future__ import annotations
 
 import ast
+import dis
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from copy import copy
 from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 PACKAGE = "flowrl"
@@ -69,11 +70,12 @@ class Excerpt:
     def run(self, node: ast.AST, whole: Any, mode: str) -> Any:
         """Run or evaluate code in the module, after the statements that define what it reads."""
         self.running.append(node)
-        for name in _read(node):
+        # compile() goes by the __future__ of this file, as all of flowrl does
+        code = compile(whole, str(self.path), mode)
+        for name in [*_read(code), *_annotated(node)]:
             if name in self.statements and self.statements[name] not in self.running:
                 getattr(self, name)
-        # compile() goes by the __future__ of this file, as all of flowrl does
-        return eval(compile(whole, str(self.path), mode), vars(self.names))
+        return eval(code, vars(self.names))
 
     def stated(self, name: str, attribute: str) -> Any:
         """What the class of a name, or which a name stands for, states as an attribute."""
@@ -124,27 +126,17 @@ def _defined(node: ast.stmt) -> Iterator[str]:
         yield from (n.id for n in written if isinstance(n.ctx, ast.Store))
 
 
-def _read(node: ast.AST, local: frozenset[str] | None = None) -> Iterator[str]:
-    """Names of the module that code reads as it runs or is called. local: names of the function
-    around it, whose annotations are never read; None: there is no function around it."""
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-        yield from {node.id} - (local or frozenset())
-    own = local
-    if isinstance(node, ast.FunctionDef | ast.Lambda):
-        inside = [*ast.walk(node)]
-        own = (local or frozenset()) | {n.arg for n in inside if isinstance(n, ast.arg)}
-        own |= {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    for name, value in ast.iter_fields(node):
-        if own is not None and name in ("annotation", "returns"):
-            continue
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, ast.arguments):
-                yield from (name for default in _defaults(part) for name in _read(default, local))
-            elif isinstance(part, ast.AST):
-                yield from _read(part, own if name == "body" else local)
+def _read(code: CodeType) -> Iterator[str]:
+    """Names of the module that code reads as it runs or is called."""
+    for step in dis.get_instructions(code):
+        if isinstance(step.argval, CodeType):
+            yield from _read(step.argval)
+        elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"):
+            yield step.argval
 
 
-def _defaults(arguments: ast.arguments) -> Iterator[ast.expr]:
-    """Default values of arguments, which are read where the function is defined."""
-    yield from arguments.defaults
-    yield from filter(None, arguments.kw_defaults)
+def _annotated(node: ast.AST) -> Iterator[str]:
+    """Names in the annotations of a class, which pydantic evaluates."""
+    for field in node.body if isinstance(node, ast.ClassDef) else ():
+        if isinstance(field, ast.AnnAssign):
+            yield from (n.id for n in ast.walk(field.annotation) if isinstance(n, ast.Name))
