@@ -28,14 +28,15 @@ from flowrl.config.compose import (
 )
 from flowrl.config.overrides import as_loop
 from flowrl.config.schema import Config, algorithm_schema
+from flowrl.config.section import NotNamed
 from flowrl.rewards.core.find import setting_kinds
+from flowrl.rewards.core.rules import TEXTS
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
 from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
 from flowrl.runtime.yaml_text import flatten
 
 Given = str | Path | Mapping[str, Any] | None
-REWARD_TEXTS = ("name", "stratify", "mode")  # keys whose values are texts, whatever the reward
 # section that a config must fill -> what is missing, the words to add, and a script's argument
 TO_NAME = {
     "data": ("no prompts", "data=everyday (or data.train=prompts.txt)", 'prompts="everyday:train"'),
@@ -94,7 +95,7 @@ def _kinds_of(key: str, tree: Any) -> Kinds:
     match key.split("."):
         case ["model", "pipeline", argument]:
             return kinds_of_argument(argument)
-        case ["reward", _, setting] if setting in REWARD_TEXTS:
+        case ["reward", _, setting] if setting in TEXTS:
             return TEXT
         case ["reward", label, setting, *path]:
             name = str(OmegaConf.select(tree, f"reward.{label}.name") or label)
@@ -159,24 +160,18 @@ def diff(old: Config, new: Config) -> list[str]:
 
 def validated(values: dict[str, Any], problems: list[str]) -> Config:
     """Validate a composed tree; raise one ConfigError with earlier problems and its own."""
-    lacking = _lacking(values)
-    if lacking:
-        problems = [*problems, _not_named(lacking, values)]
     try:
         cfg = Config.model_validate(values)
     except pydantic.ValidationError as error:
-        own = [e for e in error.errors() if e["loc"] not in {(section,) for section in lacking}]
+        errors = error.errors()
+        lacking = {e["loc"] for e in errors if isinstance(e.get("ctx", {}).get("error"), NotNamed)}
+        if lacking:
+            problems = [*problems, _not_named(sorted(str(loc[0]) for loc in lacking), values)]
+        own = [e for e in errors if e["loc"] not in lacking]
         problems = [*problems, *_sentences(own, values.get("algorithm"))]
     if problems:
         raise ConfigError("\n".join(problems))
     return cfg
-
-
-def _lacking(values: Mapping[str, Any]) -> list[str]:
-    """Sections of a composed tree in which nothing is named to train on, or by."""
-    data, reward = values.get("data"), values.get("reward")
-    named = not isinstance(data, dict) or data.get("train", True) or data.get("offline")
-    return ["data"] * (not named) + ["reward"] * (reward in ({}, None))
 
 
 def _not_named(sections: list[str], values: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from flowrl.config.section import Guidance, Place, Section, Seed
+from flowrl.config.section import Guidance, NotNamed, Place, Section, Seed
 from flowrl.runtime import registry
 from flowrl.runtime.rule import read_above, read_when, read_with
 
@@ -191,7 +191,7 @@ class DataConfig(Section):
     @pydantic.model_validator(mode="after")
     def check_train(self) -> Self:
         if not self.train and not self.offline:
-            raise ValueError("no prompts are named; add data.train=prompts.txt")
+            raise NotNamed("no prompts are named; add data.train=prompts.txt")
         return self
 
 

@@ -25,7 +25,7 @@ from flowrl.config.sampling import (
     ModelConfig,
     SamplerConfig,
 )
-from flowrl.config.section import Place, Section, Seed
+from flowrl.config.section import NotNamed, Place, Section, Seed
 from flowrl.config.training import (
     CheckpointConfig,
     DiversityConfig,
@@ -125,7 +125,7 @@ class Config(Section):
     @classmethod
     def check_reward(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not value:
-            raise ValueError("no reward is named; add reward=pickscore, for example")
+            raise NotNamed("no reward is named; add reward=pickscore, for example")
         from flowrl.rewards.core import find, rules, schedule
 
         out, problems, found = {}, [], {}

@@ -14,6 +14,10 @@ Place = Annotated[str, AfterValidator(expanded)]  # path of a file or folder
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+class NotNamed(ValueError):
+    """A config names no prompts, or no reward."""
+
+
 class Section(Filled):
     """Base of all sections: unknown keys are errors, values cannot change after validation."""
 
