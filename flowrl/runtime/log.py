@@ -111,22 +111,20 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self.live:
-            self.inside = bool(_bars)
-            self.bar = _bars[0] if self.inside else _new_bar()
+            if not _bars:
+                _bars.append(_new_bar())
+            self.bar = _bars[0]
             self.task = self.bar.add_task(
                 self.title, total=self.total, completed=self.done, numbers=""
             )
-            if not self.inside:
-                _bars.append(self.bar)
-                self.bar.start()
+            self.bar.start()  # without effect on a bar that is shown already
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.live and self.inside:
+        if self.live and len(self.bar.tasks) > 1:
             self.bar.remove_task(self.task)
         elif self.live:
-            _bars.clear()
-            self.bar.stop()
+            _bars.pop().stop()
 
     def update(self, iteration: int, **numbers: float) -> None:
         """Show how many iterations are finished, and the few numbers worth watching."""
