@@ -148,13 +148,11 @@ def _unknown_option(option: str, own: list[str]) -> str:
 
     key, what = option.lstrip("-"), f"there is no option {option}"
     last = key.rpartition(".")[2]
-    if "--resume" not in own and "--gpus" not in own:  # it takes no settings
-        known = synonym(last, "options")
-        return what + (f"; here it is {known}" if known else did_you_mean(option, own))
-    if last in ("m", "multirun"):
+    takes_settings = "--resume" in own or "--gpus" in own
+    if takes_settings and last in ("m", "multirun"):
         return f"{what}, and a command makes one run{as_loop('seed', (0, 1))}"
-    known = synonym(last)
-    settings = (*GROUPS, *keys(Config, sections=False))
+    known = synonym(last, "settings" if takes_settings else "options")
+    settings = (*GROUPS, *keys(Config, sections=False)) if takes_settings else ()
     same = [k for k in settings if f".{k}".endswith(f".{last}")]
     if same and (not known or key in same):
         return f"{what}: a setting is written without dashes, {same[0]}=VALUE"
@@ -241,21 +239,15 @@ def parse_run(overrides: list[str] | None, resume: Path | None = None) -> Any:
     """Load the Config of a run that starts, or goes on; ValueError where its words alone say that
     it would not."""
     from flowrl.config.facts import of_config
-    from flowrl.config.load import load_config
     from flowrl.runtime.excerpt import part
-    from flowrl.runtime.store.run_folder import config_file
 
     if resume is None:
         cfg = parse_config(overrides)
         for source in (cfg.data.train, cfg.data.eval) if not cfg.data.offline else ():
             if source:
                 part("flowrl.data.prompts", "check_source")(source)
-    elif (resume / "checkpoints").is_dir() and not (resume / "config.yaml").is_file():
-        from flowrl.training.resume import config_of
-
-        cfg = config_of(resume, overrides)  # the checkpoint holds it too
     else:
-        cfg = load_config(config_file(resume), overrides or ())
+        cfg = part("flowrl.training.resume", "config_of")(resume, overrides)
     of_config(cfg, processes=int(os.environ.get("WORLD_SIZE", "1")))
     return cfg
 
@@ -283,15 +275,13 @@ def check_model(name: str) -> None:
         raise ValueError(problem)
 
 
-def parse_number(option: str, text: str) -> float:
+def parse_guidance(text: str) -> float | str:
+    if text in ("none", "pipeline"):
+        return text
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f'{option}={text} should be a number, "none" or "pipeline"') from None
-
-
-def parse_guidance(text: str) -> float | str:
-    return text if text in ("none", "pipeline") else parse_number("--guidance", text)
+        raise ValueError(f'--guidance={text} should be a number, "none" or "pipeline"') from None
 
 
 def parse_columns(words: list[str] | None) -> dict[str, str]:

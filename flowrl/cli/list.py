@@ -48,7 +48,8 @@ def list_choices(
     if what:
         width = max(map(len, listed[what]), default=0) + 2
         for name in listed[what]:
-            echo(_shortened(f"{name:{width}}{_said(what, name)}"))
+            said = textwrap.shorten(_said(what, name), WIDTH - width, placeholder="...")
+            echo(f"{name:{width}}{said}".rstrip())
         return
     for kind, choices_of in listed.items():
         line = f"{kind}: {', '.join(choices_of)}"
@@ -68,9 +69,3 @@ def _said(kind: str, name: str) -> str:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     told = (line.removeprefix("# ") for line in lines if line.startswith("# "))
     return " ".join(line for line in told if not line.startswith("@package"))
-
-
-def _shortened(line: str) -> str:
-    """Cut a line at a word, so that it fits the width."""
-    line = line.rstrip()
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3].rpartition(' ')[0]}..."

@@ -66,7 +66,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Align image and video generators with reinforcement learning.",
 )
 for _commands in COMMANDS.values():
     for _name, _command in _commands.items():

@@ -9,7 +9,6 @@ pair of a held-out prompt is one of a training prompt; meta["text"] is the text 
 from __future__ import annotations
 
 import json
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -25,12 +24,6 @@ def eval_prompts() -> list[dict[str, Any]]:
 
 
 def _of(split: str) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in row.items() if k != "split"} for row in _rows() if row["split"] == split
-    ]
-
-
-@cache
-def _rows() -> list[dict[str, Any]]:
     text = (files("flowrl.data") / "everyday.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    rows = map(json.loads, text.splitlines())
+    return [{k: v for k, v in row.items() if k != "split"} for row in rows if row["split"] == split]
