@@ -123,6 +123,28 @@ ANSWERS = {  # without a mistake
     "show reward=remote reward.remote.url=http://127.0.0.1:8321": "url: http://127.0.0.1:8321",
     "show algorithm=reinflow diversity.features=clip": "features: clip",
 }
+# plugins of one's own, whose files import torch: the same answer in a process that had not
+OWN = {
+    "show algorithm=flow_grpo algorithm.sde=own.py:transition": "own.py:transition",
+    "show algorithm=own.py:Soft algorithm.sde=own.py:transition": "own.py:Soft",
+    "show reward=own.py:red": "own.py:red",
+}
+OWN_FILE = """
+import flowrl
+from flowrl.algorithms.grpo import GRPO
+from flowrl.types import Transition
+
+def transition(v, x, sigma, sigma_next, *, eta):
+    dt = (sigma_next - sigma)[:, None]
+    return Transition(mean=x + dt * v, std=eta[:, None] * (-dt).sqrt())
+
+@flowrl.reward
+def red(media, prompts, context=None):
+    return media[:, 0].mean((1, 2))
+
+class Soft(GRPO):
+    pass
+"""
 
 
 def words(line):
@@ -131,11 +153,13 @@ def words(line):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    lines = [*MISTAKES, *ANSWERS]
+    lines = [*MISTAKES, *ANSWERS, *OWN]
+    folder = tmp_path_factory.mktemp("empty")
+    (folder / "own.py").write_text(OWN_FILE)
     done = subprocess.run(
         [sys.executable, HARNESS],
         input=json.dumps([words(line) for line in lines]),
-        cwd=tmp_path_factory.mktemp("empty"),
+        cwd=folder,
         capture_output=True,
         text=True,
         check=True,
@@ -153,6 +177,12 @@ def test_words_are_answered_before_torch_is_imported(answers, line):
     assert (MISTAKES | ANSWERS)[line] in said, said
     assert not found["torch"], "torch was imported"
     assert found["seconds"] < SECONDS
+
+
+@pytest.mark.parametrize("line", OWN)
+def test_plugins_of_ones_own_are_read_where_torch_was_not_imported(answers, line):
+    found = answers[line]
+    assert found["code"] == 0 and OWN[line] in found["said"] and found["torch"], found["said"]
 
 
 def test_a_list_of_rewards_has_a_line_for_each(answers):

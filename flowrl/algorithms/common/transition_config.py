@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib import import_module
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
@@ -30,13 +31,19 @@ def known_sde(name: str) -> str:
     unknown name."""
     sde.check_known(name := registry.absolute(name))
     if name not in sde.SDES:
-        sde.find(name)  # a step of one's own is tried, which needs torch
+        own_sde(name)
     return name
+
+
+def own_sde(name: str) -> sde.Sde:
+    """Try a step of one's own, in the module itself: an excerpt of it (runtime/excerpt.py) has
+    another class Transition than the file of the step."""
+    return import_module("flowrl.samplers.sde").find(name)
 
 
 def is_learned(name: str) -> bool:
     """Whether a denoising step takes noise that a policy learned."""
-    return name == "learned" if name in sde.SDES else sde.find(name).learned
+    return name == "learned" if name in sde.SDES else own_sde(name).learned
 
 
 planned = partial(read_when, "algorithm.plan")

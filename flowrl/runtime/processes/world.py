@@ -68,9 +68,12 @@ def start(
     # an earlier run in this process may have had another precision
     AcceleratorState._reset_state(reset_partial_state=False)
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
+    # accelerate would take each of several processes without a GPU for one that is alone
+    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         with all_start():
             accelerator = Accelerator(
+                cpu=launched and not torch.accelerator.is_available(),
                 mixed_precision=precision or "no",
                 log_with=trackers or None,
                 project_config=project,
