@@ -86,7 +86,7 @@ def _metric(value: Tensor, texts: list[str]) -> dict[str, Any] | None:
     interval = mean_interval(value[valid], groups=groups, resamples=2000)
     return {
         "mean": interval.mean,
-        "ci": list(interval.ci),
+        "ci": interval.ci and list(interval.ci),
         "clusters": len(set(groups)),
         "invalid": len(value) - len(valid),
     }
@@ -118,7 +118,7 @@ def _paired(
         change = paired_bootstrap(x, y, groups=groups)
         out[key] = {
             "difference": change.difference,
-            "ci": list(change.ci),
+            "ci": change.ci and list(change.ci),
             "p": change.p,
             "n": change.n,
             "clusters": change.clusters,

@@ -22,9 +22,11 @@ from flowrl.report.numbers import (
     HEADS,
     decimals,
     evaluation_rows,
+    interval_of,
     interval_text,
     mean_of,
     metric_names,
+    of_enough,
     paired_sentence,
     row_head,
 )
@@ -154,18 +156,19 @@ def _cells(row: dict[str, Any], metrics: Sequence[str]) -> list[str]:
 
 
 def _headline(paired: dict[str, Any], metric: str, rows: Rows) -> dict[str, Any]:
-    low, high = paired["ci"]
+    ci = interval_of(paired) or ()
     verdict, css = "no clear change", ""
-    if low > 0:
+    if not of_enough(paired):
+        verdict = "was measured on too few prompts for a verdict"
+    elif ci and ci[0] > 0:
         verdict, css = "improved", "good"
-    elif high < 0:
+    elif ci and ci[1] < 0:
         verdict, css = "got worse", "bad"
-    form = f"+.{decimals(paired['ci'])}f"
+    form = f"+.{decimals(paired['difference'], *ci)}f"
     means = [mean_of(row.get("metrics", {}).get(metric)) for row in (rows[0], rows[-1])]
     return {
         "gain": format(paired["difference"], form),
-        "low": format(low, form),
-        "high": format(high, form),
+        "interval": " to ".join(format(end, form) for end in ci),
         "verdict": verdict,
         "css": css,
         "means": [] if None in means else [f"{mean:.3f}" for mean in means],
@@ -176,9 +179,9 @@ def _headline(paired: dict[str, Any], metric: str, rows: Rows) -> dict[str, Any]
 def _intervals(metric: str, rows: Rows) -> Markup:
     entries = [(str(row.get("name", "")), row.get("metrics", {}).get(metric)) for row in rows]
     drawn = [
-        (name, e["mean"], *e["ci"])
+        (name, e["mean"], *ci)
         for name, e in entries
-        if isinstance(e, dict) and e["mean"] is not None and e.get("ci")
+        if isinstance(e, dict) and e["mean"] is not None and (ci := interval_of(e))
     ]
     return interval_chart(drawn) if drawn else Markup()
 

@@ -3,7 +3,6 @@ prints the same lines."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from markupsafe import Markup
 
 from flowrl.report import answers
 from flowrl.report.charts import best_of_chart
+from flowrl.report.numbers import decimals
 from flowrl.report.render import render
 from flowrl.runtime.store import side_files
 from flowrl.runtime.text import printable
@@ -161,7 +161,7 @@ def cell(entry: Mapping[str, Any] | None, key: str = "mean") -> str:
     interval = entry.get("ci")
     low, high = interval or (0.0, 0.0)
     least = 3 if max(abs(entry[key]), abs(low), abs(high)) < 10 else 1
-    digits = min(7, max(least, 1 - math.floor(math.log10(high - low)))) if high > low else least
+    digits = decimals(entry[key], *(interval or ()), least=least)
     form = f"{'+' if key == 'difference' else ''}.{digits}f"
     return f"{entry[key]:{form}}" + (f" [{low:{form}}, {high:{form}}]" if interval else "")
 

@@ -14,6 +14,7 @@ from flowrl.report.numbers import (
     distinct_metrics,
     evaluation_rows,
     interval_text,
+    of_texts,
     paired_sentence,
     row_head,
 )
@@ -42,7 +43,7 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
 def _same(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Settings that all rows have in common, which the title says."""
     return [
-        f"{rows[0][key]} {key}"
+        f"{rows[0][key]} {key}" + (of_texts(rows[0]) if key == "images" else "")
         for key in ("images", "steps")
         if rows and len({row.get(key) for row in rows}) == 1 and key in rows[0]
     ]

@@ -15,6 +15,7 @@ from flowrl.report import grids
 from flowrl.rewards import load_set
 from flowrl.runtime.statistics import mean_interval
 from flowrl.runtime.store import files
+from flowrl.runtime.store.run_folder import read_evaluation
 from flowrl.shapes.prompts import eval_prompts
 
 PROMPTS = eval_prompts()[40:45]
@@ -148,6 +149,17 @@ def test_rows_of_equal_text_are_one_cluster(tmp_path):
     assert metric["ci"] == list(mean_interval(rounded, groups=texts, resamples=2000).ci)
     by_row = mean_interval(rounded, groups=[0, 1, 2, 3] * 2, resamples=2000).ci
     assert metric["ci"][1] - metric["ci"][0] > 1.2 * (by_row[1] - by_row[0])
+
+
+@pytest.mark.parametrize(("prompts", "known"), [("aaaa", (False, False)), ("abcd", (True, False))])
+def test_few_texts_have_no_p_and_one_has_no_interval(tmp_path, prompts, known):
+    own = {"rows": [0, 1, 2, 3], "prompts": prompts}
+    written(tmp_path, "before", [0.0, 0.1, 0.2, 0.3], **own)
+    record = written(tmp_path, "after", [0.2, 0.4, 0.6, 0.8], **own)
+    entry, paired = record["rows"][0]["metrics"]["r"], record["paired"]["r"]
+    assert (paired["ci"] is not None, paired["p"] is not None) == known
+    assert (entry["ci"] is not None) == known[0]
+    assert read_evaluation(tmp_path) == record  # null is a value that the file may hold
 
 
 def test_the_held_out_prompts_of_the_world_hold_texts_several_times(tmp_path):

@@ -46,7 +46,9 @@ def test_geneval_is_the_mean_of_task_accuracies_and_not_of_images():
     assert tuned["categories"]["jpeg"]["counting"]["n"] == 6
     one = {"mean": 1.0, "ci": None, "n": 2, "prompts": 1}  # one prompt tells no interval
     assert tuned["categories"]["jpeg"]["colors"] == one
-    assert out["paired"]["base"]["scores"]["jpeg"]["difference"] == pytest.approx(7 / 12)
+    change = out["paired"]["base"]["scores"]["jpeg"]
+    assert change["difference"] == pytest.approx(7 / 12)
+    assert change["ci"] and change["p"] is None  # four prompts are too few for a p-value
     assert out["paired"]["base"]["scores"]["sharpness"]["difference"] == 0
 
 

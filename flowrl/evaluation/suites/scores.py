@@ -116,16 +116,17 @@ def score(
     mean, ci = statistic(data, everything, rule)[0], None
     known = math.isfinite(mean)
     if known and data.prompts > 1:
-        ci = list(percentile_interval(scale * statistic(data, resampling.resample, rule)))
+        drawn = statistic(data, resampling.resample, rule)
+        ci = percentile_interval(scale * drawn, data.prompts)
     scaled = scale * float(mean) if known else None
-    return {"mean": scaled, "ci": ci, "n": data.values, "prompts": data.prompts}
+    return {"mean": scaled, "ci": ci and list(ci), "n": data.values, "prompts": data.prompts}
 
 
 def difference(
     before: Cells, after: Cells, resampling: Design, rule: Rule = "mean", scale: float = 1.0
 ) -> dict[str, Any] | None:
     """Compare two sides on the same resamples -> {"difference" (after - before), "ci", "p"
-    (two-sided, of "no difference"), "n", "prompts"}; None where a side is unknown."""
+    (two-sided, of "no difference"; see ENOUGH), "n", "prompts"}; None where a side is unknown."""
     value = (statistic(after, everything, rule) - statistic(before, everything, rule))[0]
     if not math.isfinite(value):
         return None
@@ -133,8 +134,8 @@ def difference(
     if before.prompts > 1:
         first, second = (statistic(side, resampling.resample, rule) for side in (before, after))
         drawn = second - first
-        ci, p = list(percentile_interval(scale * drawn)), p_value(drawn)
-    found = {"difference": scale * float(value), "ci": ci, "p": p}
+        ci, p = percentile_interval(scale * drawn, before.prompts), p_value(drawn, before.prompts)
+    found = {"difference": scale * float(value), "ci": ci and list(ci), "p": p}
     return found | {"n": before.values, "prompts": before.prompts}
 
 

@@ -68,7 +68,7 @@ class PairedEntry(FileModel):
     """The difference of a metric between two rows."""
 
     difference: Number  # mean of after - before
-    ci: tuple[Number, Number]  # (low, high) ends of the interval
+    ci: tuple[Number, Number] | None  # (low, high) ends of the interval; None: of one prompt
     p: Number | None = None  # two-sided p of "no difference"
 
 
