@@ -28,38 +28,53 @@ def budget(
 ) -> None:
     """Say what a run will need, before it runs. Without a GPU and without weights: memory,
     seconds, rows and FLOPs of each phase, which cards it fits, and what makes it fit."""
-    from flowrl.config.facts import of_config
     from flowrl.runtime import log
     from flowrl.runtime.excerpt import part
 
     log.setup()
     with one_sentence_errors():
         cfg = parse_config(overrides)
-        of_config(cfg)
+        part("flowrl.training.budget.planner", "check_words")(cfg, gpus, machines)
         if device != "cpu":
             part("flowrl.training.budget.roofline", "known_gpu")(device)
+        log.logger.info("rehearse two iterations, without weights: a minute or so")
+        with log.waiting("rehearse"):
+            from flowrl.training.budget import fit, roofline
+            from flowrl.training.budget.planner import Planner, check_known
 
-        from flowrl.training.budget import fit, roofline
-        from flowrl.training.budget.planner import Planner, check_known
+            log.hush()
+            # mistakes are reported before an architecture is built, which takes seconds
+            check_known(cfg, gpus, machines)
+            where = roofline.device(device).over(machines, gpus)
+            found = fit.fit(Planner(cfg, where, gpus=gpus))
+        printed = as_json(fit.record(found), json_)
+    if not printed:
+        _print(found, cfg)
+    if found.fits is False:
+        raise typer.Exit(1)
 
-        log.hush()
-        # mistakes in the words are reported before an architecture is built, which takes seconds
-        check_known(cfg, gpus, machines)
-        where = roofline.device(device).over(machines, gpus)
-        found = fit.fit(Planner(cfg, where, gpus=gpus))
-        if as_json(fit.record(found), json_):
-            return
-    for table in tables(found):
+
+def _print(found: Any, cfg: Any) -> None:
+    """Print whether the run fits, the tables, and the settings of other cards, which a table would
+    cut where a terminal is narrow."""
+    from flowrl.training.budget import fit
+
+    steps = {card: found.on(free) for card, free in fit.CARDS.items()}
+    changed = {card: step.settings for card, step in steps.items() if step and step.settings}
+    if said := fit.verdict(found):
+        show(f"{said}\n", wrap=True)
+    for table in tables(found, cfg):
         show(table)
+    for card, settings in changed.items():
+        show(f"To fit {card} GB, add {fit.as_words(settings)}", wrap=True)
     for note in found.own.notes:
         show(f"Note: {note}.", wrap=True)
 
 
-def tables(found: Any) -> list[Any]:
+def tables(found: Any, cfg: Any) -> list[Any]:
     """A budget as tables: each phase, the whole run, what stays, and the cards."""
     from rich.table import Table
 
-    from flowrl.training.budget.fit import CARDS, as_words
     from flowrl.training.budget.whole_run import hours
 
     # First table: one row for each phase of an iteration.
@@ -97,20 +112,32 @@ def tables(found: Any) -> list[Any]:
     stays = Table(title=f"What stays, GB ({b.parameters['trained']:,} trained weights)")
     for name in ("of", "GB"):
         stays.add_column(name, justify="left" if name == "of" else "right")
+    off = {"network": cfg.model.offload != "none", "rewards": cfg.model.offload == "all"}
+    off["text encoders"] = cfg.model.encoders == "leave"
     for name, size in b.fixed.items():
-        stays.add_row(name, f"{size:.2f}")
+        stays.add_row(name, "off the card" if off.get(name) and not size else f"{size:.2f}")
 
-    # Fourth table: the settings with which each card holds the run.
-    cards = Table(title=f"Cards ({b.device.source})")
-    for name in ("card", "fits", "needs GB", "seconds an iteration", "h:min of the run"):
+    return [phases, run, stays, _cards(found, b.device)]
+
+
+def _cards(found: Any, device: Any) -> Any:
+    """The table of the cards that hold the run, as it is or with other settings."""
+    from rich.table import Table
+
+    from flowrl.training.budget.fit import CARDS
+    from flowrl.training.budget.whole_run import hours
+
+    cards = Table(title=f"Cards ({device.source})")
+    on = f"on {device.name}"
+    for name in ("card", "fits", "needs GB", f"seconds an iteration {on}", f"h:min {on}"):
         cards.add_column(name, justify="left" if name in ("card", "fits") else "right")
     for card, free in CARDS.items():
         step = found.on(free)
         if step is None:
             cards.add_row(f"{card} GB", "no", f"{found.steps[-1].budget.needed:.1f}", "", "")
             continue
-        how = f"with {as_words(step.settings)}" if step.settings else "yes"
+        how = "changed, see below" if step.settings else "yes"
         needed, seconds = step.budget.needed, step.budget.seconds
         whole = hours(step.budget.run["total"])
         cards.add_row(f"{card} GB", how, f"{needed:.1f}", f"{seconds:.3g}", whole)
-    return [phases, run, stays, cards]
+    return cards

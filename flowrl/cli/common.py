@@ -344,11 +344,13 @@ def as_json(record: Any, target: str | None) -> bool:
 
 
 def show(printed: object, *, wrap: bool = False) -> None:
-    """Print a table or a text, as it is. wrap: long lines stay whole, so that a path can be
-    copied."""
+    """Print a table or a text, as it is; a file or a pipe gets tables whole. wrap: long lines stay
+    whole, so that a path can be copied."""
     from flowrl.runtime.terminal import Terminal
 
-    Terminal(file=sys.stdout).print(printed, soft_wrap=wrap)
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    width = None if known else 1000
+    Terminal(file=sys.stdout, width=width).print(printed, soft_wrap=wrap)
 
 
 def echo(text: object) -> None:

@@ -1,6 +1,7 @@
 """The command line: one function a command, in the groups of `flowrl --help`.
 
-Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and nothing was started.
+Exit codes: 0 done, 1 a failure while running, or a budget that does not fit, 2 the user's input was
+wrong and nothing was started.
 """
 
 from __future__ import annotations

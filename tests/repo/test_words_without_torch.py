@@ -40,6 +40,10 @@ MISTAKES = {
     "train nowhere.yaml": "nowhere.yaml",
     "train diversity.features=clib": '"clib" is not known; choose clip, dino, shapes',
     "budget --device h1000": 'unknown device "h1000"; did you mean "h100"',
+    "budget --gpus 7": "does not divide by 7 processes x 1 update; try",
+    "budget --gpus 0": "--gpus 0 should be a whole number from 1",
+    "budget --machines 2": "from 1 that divides --gpus 1, the processes of all machines together",
+    "budget train.parts=[text_encoder]": "does not know what training the text encoder costs",
     "trian quickstart": "No such command 'trian'",
     "list algoritms": 'unknown list "algoritms"; did you mean "algorithms"',
     # values

@@ -353,6 +353,8 @@ def cli(*words):
 def test_the_command_prints_json_whose_keys_stay():
     done = cli(*WORDS, "--json", "-")
     found = json.loads(done.stdout)
+    assert done.exit_code == 0 and found["fits"] and found["card_gb"] == 79.1
+    assert "rehearse two iterations" in done.stderr
     assert set(found) == set(KEYS.split())
     assert set(found["phases"]["update"]) == set(PHASE.split())
     assert set(found["cards"]) == {"24", "40", "80", "141"} and found["cards"]["24"]["fits"]
@@ -367,8 +369,41 @@ WORDS = ["model=shapes-sd3", "algorithm=nft", "data=shapes", f"reward={RED}:red"
 PHASE = "gb above_gb seconds flops rows ledger"
 KEYS = (
     "model pipeline architecture device gpus basis samples parameters gb phases rows run"
-    " first_iteration all_reduce seconds flops utilisation cards notes"
+    " first_iteration all_reduce seconds flops utilisation cards notes fits card_gb"
 )
+
+
+def test_a_run_that_does_not_fit_is_said_first_and_has_exit_code_1(planner, monkeypatch):
+    """The card is smaller than the run, than which the lighter ones are smaller."""
+    own = planner.budget()
+    card = 0.5 * own.phases["update"].gb + own.resident + H100.reserve
+    small = replace(H100, memory=card)
+    found = fit.fit(planner.on(small), (card,))
+    monkeypatch.setattr("flowrl.training.budget.planner.Planner", lambda *_, **__: planner)
+    monkeypatch.setattr(fit, "fit", lambda _: found)
+    monkeypatch.setattr(fit, "CARDS", {7: card})
+    done = cli(*WORDS)
+    settings = fit.as_words(found.on(card).settings)
+    first = f"does not fit h100: needs {own.needed:.1f} of {card:.1f} GB; add {settings}"
+    assert done.exit_code == 1 and done.stdout.splitlines()[0] == first
+    assert f"To fit 7 GB, add {settings}" in done.stdout.splitlines()
+    # the hours are those of the device that was asked for
+    assert "h:min on h100" in done.stdout and "changed, see below" in done.stdout
+    monkeypatch.setattr(fit, "fit", lambda _: fit.Fit(steps=found.steps[:1]))
+    assert "GB; no settings of a config make it fit" in cli(*WORDS).stdout
+    monkeypatch.setattr(fit, "fit", lambda _: fit.Fit(steps=found.steps[-1:]))
+    done = cli(*WORDS, "model.offload=all", "model.encoders=leave")
+    assert done.exit_code == 0 and done.stdout.startswith("fits h100: yes, ")
+
+
+def test_weights_that_leave_are_said_to_be_off_the_card(planner):
+    from flowrl.cli import budget
+
+    cfg = shapes("nft", "model.offload=denoiser")
+    step = fit.Step(settings={}, budget=planner.budget(cfg))
+    stays = budget.tables(fit.Fit(steps=[step]), cfg)[2]
+    cells = dict(zip(stays.columns[0].cells, stays.columns[1].cells, strict=True))
+    assert cells["network"] == "off the card" and cells["rewards"] == "0.00"
 
 
 @pytest.mark.parametrize(

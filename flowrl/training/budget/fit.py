@@ -43,6 +43,12 @@ class Fit:
         """The budget of the config itself."""
         return self.steps[0].budget
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device holds the run as it is; None: its memory is not known."""
+        free = self.own.device.memory
+        return None if free is None else self.own.needed <= free
+
     def on(self, free: float) -> Step | None:
         """Return the first step that a card with so many free GiB can hold; None: there is none."""
         return next((step for step in self.steps if step.budget.needed <= free), None)
@@ -114,6 +120,8 @@ def record(found: Fit) -> dict[str, Any]:
         "flops": b.flops,
         "utilisation": b.utilisation,
         "cards": {str(card): _on(found, free) for card, free in CARDS.items()},
+        "fits": found.fits,
+        "card_gb": b.device.memory,
         "notes": b.notes,
     }
 
@@ -130,6 +138,19 @@ def _on(found: Fit, free: float) -> dict[str, Any]:
         "gb": b.needed,
         "seconds": b.seconds,
     }
+
+
+def verdict(found: Fit) -> str:
+    """Say whether the device holds the run, and what to add where it does not; "": not known."""
+    b, free = found.own, found.own.device.memory
+    if free is None:
+        return ""
+    if found.fits:
+        took = hours(b.run["total"])
+        return f"fits {b.device.name}: yes, {b.needed:.1f} of {free:.1f} GB, {took} h"
+    step = found.on(free)
+    how = f"add {as_words(step.settings)}" if step else "no settings of a config make it fit"
+    return f"does not fit {b.device.name}: needs {b.needed:.1f} of {free:.1f} GB; {how}"
 
 
 class DoesNotFit(ValueError):

@@ -314,12 +314,19 @@ class Planner:
 def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
     """Raise ValueError if a run would not start, or if the budget cannot predict it."""
     of_config(cfg, method=make_algorithm(cfg))
+    check_words(cfg, gpus, machines)
+
+
+def check_words(cfg: Config, gpus: int, machines: int) -> None:
+    """Raise ValueError where words alone say so; this needs no torch."""
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} should be a whole number from 1")
     if machines < 1 or gpus % machines:
         raise ValueError(
-            f"--machines {machines} should be a whole number from 1 that divides --gpus {gpus}"
+            f"--machines {machines} should be a whole number from 1 that divides --gpus {gpus},"
+            f" the processes of all machines together; try --gpus {8 * max(1, machines)}"
         )
+    of_config(cfg, processes=gpus)
     if cfg.data.offline:
         raise ValueError(
             "flowrl budget knows runs that sample, and data.offline trains on a folder; leave it"
@@ -347,10 +354,7 @@ def scorers(cfg: Config) -> dict[str, float | None]:
 
 def share(cfg: Config, gpus: int) -> Config:
     """Make the config of one of several processes: its part of the prompts."""
-    if gpus == 1:
-        return cfg
-    of_config(cfg, processes=gpus)
-    return changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
+    return cfg if gpus == 1 else changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
 
 
 def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:
