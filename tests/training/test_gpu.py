@@ -5,9 +5,11 @@ import os
 
 import pytest
 import small
+import tiny
 import torch
 
 from flowrl.policy import load_policy
+from flowrl.policy.replay.record import Encoding
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan
@@ -137,6 +139,20 @@ def test_a_lighter_run_trains_and_resumes(how, tmp_path, monkeypatch):
     result = small.invoke("train", "--resume", tmp_path, "iterations=3")
     assert result.exit_code == 0, result.output
     assert len(small.lines(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("kind", ["none", "nf4"])
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_a_live_pipeline_whose_encoders_and_denoisers_take_turns(name, kind):
+    pipe = tiny.pipeline(name).to("cuda", torch.bfloat16)
+    apart = Encoding(leave=True, offload=True)
+    policy = load_policy(pipe, lora={"rank": 2}, encoding=apart, quantize=kind, **tiny.CALLS[name])
+    cond = policy.encode(tiny.PROMPTS)
+    x = torch.randn(2, *policy.latent_shape, device="cuda", requires_grad=True)
+    v = policy.velocity(x, 0.7, cond, torch.arange(2))
+    v.square().sum().backward()
+    assert v.isfinite().all() and x.grad.isfinite().all() and x.grad.any()
+    assert policy.turns.encoders.visits and policy.device.type == "cuda"
 
 
 def test_a_rollout_waits_at_its_end_alone():
