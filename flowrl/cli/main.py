@@ -18,6 +18,7 @@ from flowrl.cli import (
     check,
     env,
     evaluate,
+    export,
     generate,
     init,
     report,
@@ -32,7 +33,12 @@ from flowrl.runtime.streams import keep_streams_open
 
 COMMANDS: dict[str, dict[str, Any]] = {  # heading -> its commands, in the order of `flowrl --help`
     "Train": {"init": init.init, "budget": budget.budget, "train": train.train},
-    "Use": {"generate": generate.generate, "score": score.score, "serve": serve.serve},
+    "Use": {
+        "generate": generate.generate,
+        "export": export.export,
+        "score": score.score,
+        "serve": serve.serve,
+    },
     "Look": {
         "evaluate": evaluate.evaluate,
         "report": report.report,

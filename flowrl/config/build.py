@@ -253,15 +253,22 @@ def load_tuned(cfg: Config, saved: Checkpoint, live: Live | None = None) -> Poli
     return policy
 
 
-def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Policy:
+def trained(
+    run: Path,
+    call: Mapping[str, Any],
+    hints: str | None = None,
+    saved: Checkpoint | None = None,
+    **model: Any,
+) -> Policy:
     """Load the policy that a run trained, LoRA or all weights, averaged; its view "reference" is
-    the base model. call: arguments of the pipeline's call in place of the run's."""
-    cfg, saved = load.read_config(config_file(run)), newest_of(run)
+    the base model. call: arguments of the pipeline's call in place of the run's. saved: a
+    checkpoint in place of the newest. model: settings of `model` in place of the run's."""
+    cfg, saved = load.read_config(config_file(run)), saved or newest_of(run)
     check_given(cfg, Live(), call="flowrl.generate", needed=("policy",))
     if not saved.meta["iteration"]:
         raise ValueError(f"{run} has trained nothing yet: its checkpoint is of iteration 0")
     own = {**cfg.model.pipeline, **call}
-    new = {"self_check": False, "pipeline": own, "hints": hints or cfg.model.hints}
+    new = {"self_check": False, "pipeline": own, "hints": hints or cfg.model.hints, **model}
     return load_tuned(cfg.model_copy(update={"model": cfg.model.model_copy(update=new)}), saved)
 
 

@@ -1,9 +1,9 @@
 """Read a LoRA file, whoever trained it: the layers that it changes, and A and B of each.
 
-Names are looked up unchanged, with any prefix and separator, and then in the form that diffusers'
-own converter for the pipeline gives them. A file means W + scale B A: the scale is multiplied into
-B, so that adapters of any alpha can hold it. A file with anything that a LoRA on Linear layers
-cannot do is refused, with the name of that thing.
+Names are looked up unchanged, with any prefix and separator, then by the layouts of the model's
+family, and then in the form that diffusers' own converter for the pipeline gives them. A file means
+W + scale B A: the scale is multiplied into B, so that adapters of any alpha can hold it. A file
+with anything that a LoRA on Linear layers cannot do is refused, with the name of that thing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 import flowrl.policy.weights.lora as lora
 from flowrl.policy.text import text_encoders
+from flowrl.policy.weights import layouts
+from flowrl.policy.weights.layouts import PREFIXES, split, squashed
 from flowrl.policy.weights.parts import TEXT, TrainedParts, part_of
 from flowrl.policy.weights.targets import ending, weighted
 from flowrl.runtime.log import quiet
@@ -26,13 +28,6 @@ from flowrl.runtime.store.side_files import shortened
 from flowrl.runtime.text import printable
 
 Place = tuple[str, str]  # (component, name of one of its layers)
-HALF = re.compile(
-    r"(.+?)\.(?:(lora_A|lora_down|lora\.down|lora_linear_layer\.down)"
-    r"|lora_B|lora_up|lora\.up|lora_linear_layer\.up)(?:\.default)?\.weight"
-)
-# an example: attn1.processor.to_q_lora.up
-OLDEST = re.compile(r"(?:\.processor)?\.(\w+)_lora\.(up|down)\.")
-PREFIXES = ("", "lora_unet", "lora_transformer", "lycoris", "diffusion_model", "base_model_model")
 KINDS = {  # pattern of keys -> kind of file that a LoRA on Linear layers cannot express
     "dora_scale|lora_magnitude_vector": "DoRA (use_dora)",
     r"(hada|lokr|oft|boft|ia3)_": "LoHa, LoKr, OFT or IA3",
@@ -113,8 +108,8 @@ def layers_of(
         # layer -> its A, B and perhaps alpha, whose keys may lie anywhere in the file
         halves: dict[Place, dict[str, Tensor]] = {}
         for key, tensor in _placeable(file, raw, places, pipe).items():
-            layer, half = _split(key)
-            halves.setdefault(places[_squashed(layer)], {})[half] = tensor.float()
+            layer, half = split(key)
+            halves.setdefault(places[squashed(layer)], {})[half] = tensor.float()
         for (part, layer), own in halves.items():
             if not {"A", "B"} <= own.keys():
                 raise ValueError(f"{file} has A or B of {layer} alone; copy or export it again")
@@ -158,21 +153,6 @@ def _check(file: Path, raw: Iterable[str], configs: Mapping[str, Mapping[str, An
 # names
 
 
-def _squashed(name: str) -> str:
-    return re.sub(r"\W+", "_", name)
-
-
-def _split(key: str) -> tuple[str, str]:
-    """Split a key of a file -> (the layer that it names, "A", "B" or "alpha"); ("", "") for a key
-    of another kind."""
-    whole = OLDEST.sub(r".\1.lora.\2.", key.replace(".processor.", "."))
-    alone = whole.removesuffix(".alpha")
-    found = HALF.fullmatch(alone)
-    if alone != whole:
-        return found[1] if found else alone, "alpha"
-    return (found[1], "A" if found[2] else "B") if found else ("", "")
-
-
 def _places(networks: Mapping[str, nn.Module], denoisers: Collection[str]) -> dict[str, Place]:
     """Return the layers that names in files may mean: with every prefix of a component, and by the
     names of older layouts."""
@@ -182,7 +162,7 @@ def _places(networks: Mapping[str, nn.Module], denoisers: Collection[str]) -> di
         if part.startswith(TEXT):
             number = part.removeprefix("text_encoder_") if part != "text_encoder" else "1"
             before += [f"lora_te{number}", *["lora_te", "base_model_model"] * (number == "1")]
-        elif part in denoisers or lora.slot_of(part) in lora.SLOTS:
+        elif part in denoisers or _denoises(part):
             before += [lora.slot_of(part), *PREFIXES]
         for name, _ in weighted(network):
             alike = {name, re.sub(r"\bto_out\.0$", "to_out", name)}
@@ -192,15 +172,20 @@ def _places(networks: Mapping[str, nn.Module], denoisers: Collection[str]) -> di
                 alike |= {f"text_model.{other}" for other in alike}
             for start in before:
                 for other in alike:
-                    out.setdefault(_squashed(f"{start}_{other}" if start else other), (part, name))
+                    out.setdefault(squashed(f"{start}_{other}" if start else other), (part, name))
     return out
 
 
 def _placeable(
     file: Path, raw: dict[str, Tensor], places: Mapping[str, Place], pipe: Any
 ) -> dict[str, Tensor]:
-    """Return the weights of a file under names that are known here: their own, or those that
-    diffusers' converter gives them."""
+    """Return the weights of a file under names that are known here: their own, those of the
+    family's layouts, or those that diffusers' converter gives them."""
+    parts = getattr(pipe, "components", {})
+    family = layouts.family_of({name: type(part).__name__ for name, part in parts.items()})
+    if family and _lost(raw, places):
+        layers = [place for place in dict.fromkeys(places.values()) if _denoises(place[0])]
+        raw = layouts.in_our_names(raw, family, layers)
     lost, why = _lost(raw, places), ""
     if lost and hasattr(pipe, "lora_state_dict"):
         config = getattr(getattr(pipe, "unet", None), "config", None)
@@ -222,16 +207,20 @@ def _placeable(
     return raw
 
 
+def _denoises(part: str) -> bool:
+    return lora.slot_of(part) in lora.SLOTS
+
+
 def _lost(raw: Mapping[str, Tensor], places: Mapping[str, Place]) -> list[str]:
     """List keys whose layer is not known."""
-    return [key for key in raw if _squashed(_split(key)[0]) not in places]
+    return [key for key in raw if squashed(split(key)[0]) not in places]
 
 
 def _wrong(raw: Mapping[str, Tensor], lost: list[str], why: str, pipe: Any) -> str:
     """Say what is wrong with a file some of whose keys are not known. why: the error of diffusers'
     converter, if it failed."""
     first, some = printable(lost[0], 80), len(lost) < len(raw)
-    if odd := [key for key in lost if not _split(key)[0]]:
+    if odd := [key for key in lost if not split(key)[0]]:
         return f"holds {printable(odd[0], 80)}, which is no LoRA (modules_to_save?): {ONLY}"
     if re.match(r"(unet|transformer|text_encoder|prior)\w*\.", lost[0]) or (some and not why):
         none = f"{len(lost)} of {len(raw)} do not have" if some else "none has"

@@ -25,6 +25,7 @@ PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 # Folders, top first. A folder imports from those below it, and from those beside it in BESIDE.
 FLOORS = [
     {"cli"},
+    {"export"},
     {"training"},
     {"evaluation"},
     {"rollouts"},

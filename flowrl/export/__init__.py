@@ -1,0 +1,1 @@
+"""A run's weights in the files of other programs, with a model card."""

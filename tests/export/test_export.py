@@ -1,0 +1,251 @@
+"""`flowrl export`: other programs read from its files what the run trained."""
+
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+import small
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from flowrl.policy import load_policy
+
+NAME = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of two iterations whose scale alpha / rank is 1.5 and whose LoRA acts."""
+    path = tmp_path_factory.mktemp("export") / "mine"
+    changes = {"iterations": "2", "eval__at_start": "true", "train__lora__alpha": "24"}
+    made = small.trainer(path, **changes, optimizer__lr="0.05")
+    made.run()
+    return path
+
+
+def export(run, *words):
+    result = small.invoke("export", run, *words)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def base():
+    """The embedded model, as diffusers loads it."""
+    return load_policy("shapes-sd3").pipe
+
+
+@torch.no_grad()
+def picture(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    how = {"num_inference_steps": 4, "max_sequence_length": 12, "guidance_scale": 3.0}
+    made = pipe("a red circle", generator=generator, output_type="pt", **how)
+    return made.images if hasattr(made, "images") else made[0]
+
+
+def code_of(folder):
+    return re.search(r"```python\n(.+?)```", (folder / "README.md").read_text(), re.S)[1]
+
+
+def test_diffusers_makes_the_same_pictures_of_the_lora_and_of_merged_weights(run, tmp_path):
+    """And both act; the merged pipeline is loaded by plain diffusers."""
+    export(run, "-o", tmp_path / "lora")
+    export(run, "--format", "merged", "-o", tmp_path / "merged")
+    assert (tmp_path / "lora" / NAME).read_bytes() == (run / "lora" / NAME).read_bytes()
+    pipe = base()
+    plain = picture(pipe)
+    pipe.load_lora_weights(str(tmp_path / "lora"))
+    added = picture(pipe)
+    code = code_of(tmp_path / "merged").replace('"merged"', f'"{tmp_path / "merged"}"')
+    names = {}
+    exec(code.partition("out = ")[0], names)  # the example of the card
+    merged = picture(names["pipe"])
+    assert (added - plain).abs().max() > 1e-3
+    assert (added - merged).abs().max() < 1e-5
+    assert not any(
+        "lora" in key
+        for key in load_file(
+            tmp_path / "merged" / "transformer" / "diffusion_pytorch_model.safetensors"
+        )
+    )
+
+
+def test_an_iteration_and_the_peak_are_exported_in_the_type_that_is_asked_for(run, tmp_path):
+    """Iteration 2 is the last one, so that its file equals the run's own."""
+    export(run, "--checkpoint", "2", "-o", tmp_path / "two")
+    assert (tmp_path / "two" / NAME).read_bytes() == (run / "lora" / NAME).read_bytes()
+    (run / "peak.json").write_text(json.dumps({"checkpoint": "step-000001", "lora": None}))
+    try:
+        export(run, "--checkpoint", "best", "--dtype", "bf16", "-o", tmp_path / "best.safetensors")
+    finally:
+        (run / "peak.json").unlink()
+    first, last = load_file(tmp_path / "best.safetensors"), load_file(run / "lora" / NAME)
+    assert {t.dtype for t in first.values()} == {torch.bfloat16}
+    assert first.keys() == last.keys()
+    assert any(not torch.equal(first[key], last[key].bfloat16()) for key in last)
+    assert "iteration 1 of 2" in (tmp_path / "best.md").read_text()
+
+
+def test_the_card_says_what_was_trained_and_how_well(run, tmp_path):
+    export(run, "-o", tmp_path / "lora")
+    text = (tmp_path / "lora" / "README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["library_name"] == "diffusers" and "lora" in head["tags"]
+    for said in (
+        "trained by nft",
+        "jpeg (weight 1)",
+        "LoRA of rank 16, alpha 24",
+        "| seed | 0 |",
+        "| before |",
+        "| after, iteration 2 |",
+        "After minus before: jpeg",
+        "load_lora_weights",
+    ):
+        assert said in text, said
+    compile(code_of(tmp_path / "lora"), "card", "exec")
+    assert str(run.parent) not in text
+
+
+def test_a_card_names_the_base_model_of_the_hub(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("flowrl.export.card.resolve_source", lambda _: ("owner/model@main", {}))
+    export(run, "-o", tmp_path / "lora")
+    text = (tmp_path / "lora" / "README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["base_model"] == "owner/model" and head["base_model_relation"] == "adapter"
+    assert 'base = "owner/model"' in text
+
+
+MISTAKES = {
+    "no folder": (["nowhere"], '"nowhere" is not a folder; give the folder of a run'),
+    "no run": ([""], "is not a run folder: it has no config.yaml"),
+    "format": (["RUN", "--format", "a1111"], "'a1111' is not one of"),
+    "dtype": (["RUN", "--dtype", "fp8"], "'fp8' is not one of"),
+    "checkpoint": (["RUN", "--checkpoint", "last"], "should be best or an iteration; its"),
+    "iteration": (["RUN", "--checkpoint", "7"], "does not keep it; its checkpoints are of"),
+    "untrained": (["RUN", "--checkpoint", "0"], "does not keep it"),
+    "no peak": (["RUN", "--checkpoint", "best"], "has no peak.json, as no peak of a held-out"),
+    "pickle": (["RUN", "-o", "mine.ckpt"], ".ckpt is not written; end it in .safetensors"),
+    "file of a pipeline": (
+        ["RUN", "--format", "merged", "-o", "a.safetensors"],
+        "--format merged writes a pipeline; give a folder",
+    ),
+    "taken": (["RUN", "-o", "RUN"], "exists; remove it, or give another place"),
+    "push": (["RUN", "--push", "mine"], "--push mine should be OWNER/NAME"),
+    "push of a file": (["RUN", "--push", "a/b", "-o", "a.safetensors"], "--push uploads a folder"),
+    "push offline": (["RUN", "--push", "a/b"], "needs a network, and HF_HUB_OFFLINE is set"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_sentence_before_anything_is_loaded(case, run, tmp_path, monkeypatch):
+    words, sentence = MISTAKES[case]
+    monkeypatch.setattr("flowrl.export.weights.export", pytest.fail)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    words = [tmp_path if word == "" else run if word == "RUN" else word for word in words]
+    result = small.invoke("export", *words)
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and sentence in said and not [*tmp_path.iterdir()]
+    assert said.count("flowrl:") == 1
+
+
+def changed(run, tmp_path, **train):
+    """A run's folder whose config has other values in `train`."""
+    other = tmp_path / "other"
+    other.mkdir()
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["train"] |= train
+    (other / "config.yaml").write_text(yaml.safe_dump(settings))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("train", "sentence"),
+    [
+        ({"mode": "full"}, "trained all weights (train.mode=full), which are no LoRA"),
+        ({}, "has trained nothing yet: it has no checkpoint"),
+    ],
+)
+def test_what_has_no_place_in_a_format_is_named(run, tmp_path, train, sentence):
+    result = small.invoke("export", changed(run, tmp_path, **train))
+    assert result.exit_code == 2 and sentence in " ".join(result.output.split())
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers as the hub's API does to the upload of small files; `asked` keeps what came."""
+
+    asked: ClassVar[list] = []
+    status = 200
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append((self.path, self.headers["Authorization"], body))
+        address = f"http://{self.headers['Host']}/owner/name"
+        answer = {"url": address, "commitUrl": f"{address}/commit/1"}
+        answer |= {"commitOid": "1", "hookOutput": "", "success": True}
+        if "preupload" in self.path:
+            files = json.loads(body)["files"]
+            answer = {
+                "files": [{**f, "uploadMode": "regular", "shouldIgnore": False} for f in files]
+            }
+        text = json.dumps(answer).encode()
+        self.send_response(self.status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub on this machine, which huggingface_hub asks with a token."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Hub.asked.clear()
+    address = f"http://127.0.0.1:{server.server_port}"
+    for name, value in {"HF_HUB_OFFLINE": False, "ENDPOINT": address}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    monkeypatch.setattr("huggingface_hub.hf_api.ENDPOINT", address, raising=False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("status", [200, 403])
+def test_a_folder_is_uploaded_and_no_output_holds_the_token(
+    run, tmp_path, hub, monkeypatch, status
+):
+    monkeypatch.setattr(hub, "status", status)
+    words = ("export", run, "--push", "owner/name", "-o", tmp_path / "lora")
+    result = small.invoke(*words)
+    said = " ".join(result.output.split())
+    assert "hf_secret" not in said and hub.asked[0][1] == "Bearer hf_secret"
+    assert hub.asked[0][0] == "/api/repos/create" and b"private" in hub.asked[0][2]
+    if status == 200:
+        assert result.exit_code == 0, said
+        sent = hub.asked[-1]
+        assert "/commit/" in sent[0] and b"README.md" in sent[2] and NAME.encode() in sent[2]
+    else:
+        assert result.exit_code == 1 and "is written, and its upload to owner/name failed" in said
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or b"hf_secret" not in path.read_bytes()
+
+
+def test_a_push_without_a_token_is_refused(run, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    result = small.invoke("export", run, "--push", "owner/name", "-o", tmp_path / "lora")
+    assert result.exit_code == 2 and "run hf auth login" in " ".join(result.output.split())
+    assert not hub.asked
