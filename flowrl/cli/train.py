@@ -32,10 +32,19 @@ DryRun = Annotated[
         " written.",
     ),
 ]
+Seeds = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SEED,SEED,...",
+        help="Train with each of these seeds, into output=FOLDER/seed-SEED, and compare the runs;"
+        " the same command goes on where it was stopped.",
+    ),
+]
 
 
 def train(
     overrides: Overrides = None,
+    seeds: Seeds = None,
     resume: Resume = None,
     accept_changes: Accept = False,
     dry_run: DryRun = False,
@@ -48,6 +57,14 @@ def train(
     with one_sentence_errors():
         if accept_changes and resume is None:
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
+        if seeds is not None:
+            if resume or dry_run:
+                what = "--resume" if resume else "--dry-run"
+                raise ValueError(f"{what} is about one run; leave out --seeds, or {what}")
+            from flowrl.cli import seeds as several
+
+            several.train_all(*several.plan(*several.split(seeds, overrides)))
+            return
         cfg = parse_run(overrides, resume)  # judges the words; what follows needs torch
         from flowrl.runtime.memory import ran_out
         from flowrl.training import outputs

@@ -43,6 +43,9 @@ class Override:
 
 def as_loop(key: str, values: Sequence[Any]) -> str:
     """End a sentence with how to try several values: they are several runs."""
+    if key == "seed":
+        given = ",".join(str(value).strip() for value in values)
+        return f"; several seeds are several runs: flowrl train ... --seeds {given}"
     listed = " ".join(shlex.quote(str(value)) for value in values)
     return (
         f"; several runs are a loop of the shell: for v in {listed}; do flowrl train ... {key}=$v"

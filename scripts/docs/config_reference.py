@@ -86,10 +86,12 @@ batch: {group: 16}
 ```
 
 A run takes one value of each setting. Several seeds, or values to compare, are several runs, each
-with a folder of its own; `-m` and `seed=0,1` are answered with this loop:
+with a folder of its own: `-m` and `seed=0,1` are answered with the first line, other values with a
+loop. [Comparing runs](comparing.md) puts them side by side.
 
 ```bash
-for v in 0 1 2; do flowrl train quickstart seed=$v output=runs/seed-$v; done
+flowrl train experiment=quickstart output=runs/quickstart --seeds 0,1,2
+for v in 1e-4 3e-4; do flowrl train experiment=quickstart optimizer.lr=$v output=runs/lr-$v; done
 ```
 
 An unknown key, option or value stops with a sentence that names the nearest valid ones, or what a

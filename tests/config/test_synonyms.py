@@ -61,9 +61,12 @@ def test_every_name_that_people_bring_is_answered_by_ours():
 @pytest.mark.parametrize(
     ("word", "loop"),
     [
-        ("seed=[0,1]", "for v in 0 1; do flowrl train ... seed=$v output=runs/seed-$v; done"),
-        ("seed=0,1", "for v in 0 1; do flowrl train ... seed=$v"),
-        ("optimizer.lr=1e-4,1e-5", "for v in 1e-4 1e-5; do flowrl train ... optimizer.lr=$v"),
+        ("seed=[0,1]", "several seeds are several runs: flowrl train ... --seeds 0,1"),
+        ("seed=0, 1", "several seeds are several runs: flowrl train ... --seeds 0,1"),
+        (
+            "optimizer.lr=1e-4,1e-5",
+            "for v in 1e-4 1e-5; do flowrl train ... optimizer.lr=$v output=runs/optimizer.lr-$v",
+        ),
         ("train.mode=lora,full", "for v in lora full; do flowrl train ... train.mode=$v"),
         ("algorithm=nft,flow_grpo", "for v in nft flow_grpo; do flowrl train ... algorithm=$v"),
         ("algorithm.ratio=ppo,log", "for v in ppo log; do flowrl train ... algorithm.ratio=$v"),
