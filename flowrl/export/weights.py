@@ -70,28 +70,26 @@ def layout(kinds: Mapping[str, str], form: str) -> Family | None:
 
 
 def _write_lora(order: Order, folder: Path) -> tuple[list[Path], dict[str, str]]:
-    kinds, source, policy = _kinds(order.cfg.model.source), order.lora, None
-    if kinds is None or source is None:
+    kinds, source = _kinds(order.cfg.model.source), order.source
+    with TemporaryDirectory() as scratch:
         if kinds is not None:
             _check_readable(order, kinds)  # before the model is loaded, which takes minutes
-        policy, pipe = _policy(order)
-        kinds = kinds_of(pipe)
-    _check_readable(order, kinds)
-    with TemporaryDirectory() as scratch:
-        if source is None and policy is not None:
-            source = policy.save_lora(scratch).parent
-        paths = sorted(Path(source or scratch).glob("*.safetensors"))
-        made = {path.name: _converted(path, order, kinds) for path in paths}
+        if kinds is None or _is_step(source):
+            policy, pipe = _policy(order)
+            kinds = kinds_of(pipe)
+            _check_readable(order, kinds)
+            source = policy.save_lora(scratch).parent if _is_step(source) else source
+        made = {path.name: _converted(path, order, kinds) for path in source.glob("*.safetensors")}
     if order.file and len(made) > 1:
         raise ValueError(
             f"the LoRA of two networks is two files ({', '.join(made)}); give --output a folder"
         )
-    out = []
-    for name, content in made.items():
-        if order.form != "diffusers":
-            name = name.replace("pytorch_lora_weights", order.run.resolve().name)
-        out.append(lora.write(order.output if order.file else folder / name, content))
-    return out, kinds
+    own = lora.FILE if order.form == "diffusers" else f"{order.run.resolve().name}.safetensors"
+    places = {
+        name: order.output if order.file else folder / name.replace(lora.FILE, own)
+        for name in sorted(made)
+    }
+    return [lora.write(place, made[name]) for name, place in places.items()], kinds
 
 
 def _converted(path: Path, order: Order, kinds: Mapping[str, str]) -> bytes:
@@ -130,12 +128,16 @@ def _check_readable(order: Order, kinds: Mapping[str, str]) -> None:
         )
 
 
+def _is_step(source: Path) -> bool:
+    return (source / checkpoint.META).is_file()
+
+
 def _policy(order: Order) -> tuple[Policy, Any]:
     """Load the policy with the weights that are asked for, and its pipeline."""
-    saved = None
-    if order.step:
-        tensors, meta = checkpoint.load(order.step)
-        saved = checkpoint.Checkpoint(folder=order.step, tensors=tensors, meta=meta, damaged={})
+    saved, step = None, order.source
+    if _is_step(step):
+        tensors, meta = checkpoint.load(step)
+        saved = checkpoint.Checkpoint(folder=step, tensors=tensors, meta=meta, damaged={})
     changes: dict[str, Any] = {"quantize": "none", "offload": "none"}
     if order.dtype:
         changes["dtype"] = order.dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flowrl.config.load import read_config
 from flowrl.config.schema import Config
@@ -13,8 +12,8 @@ from flowrl.runtime.excerpt import part
 from flowrl.runtime.paths import nearby
 from flowrl.runtime.store.run_folder import config_file, read_peak
 
-FORMATS = ("diffusers", "comfyui", "kohya", "merged")
 HEADS = ("step_noise", "initial_noise")  # parts of train.parts that lie beside the model
+PICKLES = (".ckpt", ".pt", ".bin", ".pth")
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -24,12 +23,11 @@ class Order:
 
     run: Path  # folder of the run
     cfg: Config  # settings of the run
-    form: str  # one of FORMATS
+    form: str  # "diffusers", "comfyui", "kohya" or "merged"
     dtype: str | None  # "fp32", "bf16" or "fp16"; None: as the weights are
     output: Path  # folder, or a .safetensors file, to be written
     push: str | None  # repository of the hub, "owner/name"
-    lora: Path | None  # folder of the LoRA that the run wrote; None: it is read from a checkpoint
-    step: Path | None  # folder of the checkpoint that is read; None: `lora` is enough
+    source: Path  # folder of a LoRA that the run wrote, or of a checkpoint
     iteration: int | None  # iteration of the weights; None: the last one
 
     @property
@@ -51,11 +49,12 @@ def judge(
     if not run.is_dir():
         raise ValueError(f'"{run}" is not a folder{nearby(run)}; give the folder of a run')
     cfg = read_config(config_file(run))
-    # what the run's files can give, then what the place and the hub can take
-    _check_trained(run, cfg, form)
-    lora, step, iteration = _weights(run, cfg, form, checkpoint)
     output = output or Path(f"{run.resolve().name}-{form}")
-    _check_output(output, form)
+    # what the run trained and the place can take, then its files, then the hub
+    for wrong, sentence in _refusals(run, cfg, form, output):
+        if wrong:
+            raise ValueError(sentence)
+    source, iteration = _source(run, form, checkpoint)
     if push is not None:
         _check_push(push, output)
     return Order(
@@ -65,72 +64,62 @@ def judge(
         dtype=dtype,
         output=output,
         push=push,
-        lora=lora,
-        step=step,
+        source=source,
         iteration=iteration,
     )
 
 
-def _check_trained(run: Path, cfg: Config, form: str) -> None:
-    """ValueError where a run trained what a format cannot hold."""
-    own = [name for name in cfg.train.parts if name not in HEADS]
-    if not own and not cfg.train.init_lora:
-        raise ValueError(
-            f"{run} trained {' and '.join(cfg.train.parts)} alone, a small network beside the"
-            " model that no other program reads; use it by flowrl generate RUN PROMPTS"
-        )
-    if cfg.train.mode == "full" and form != "merged":
-        raise ValueError(
+def _refusals(run: Path, cfg: Config, form: str, output: Path) -> list[tuple[bool, str]]:
+    """List what may be wrong with a run and a place: (whether it is, the sentence that says so)."""
+    file, trained = output.suffix == ".safetensors", cfg.train
+    taken = output.exists() and (file or not output.is_dir() or any(output.iterdir()))
+    return [
+        (
+            set(trained.parts) <= set(HEADS) and not trained.init_lora,
+            f"{run} trained {' and '.join(trained.parts)} alone, a small network beside the model"
+            " that no other program reads; use it by flowrl generate RUN PROMPTS",
+        ),
+        (
+            trained.mode == "full" and form != "merged",
             f"{run} trained all weights (train.mode=full), which are no LoRA; use --format merged,"
-            " which writes the whole pipeline"
-        )
+            " which writes the whole pipeline",
+        ),
+        (
+            file and form == "merged",
+            f"--output {output}: --format merged writes a pipeline; give a folder",
+        ),
+        (
+            output.suffix in PICKLES,
+            f"--output {output}: {output.suffix} is not written; end it in .safetensors, or give a"
+            " folder",
+        ),
+        (taken, f"--output {output} exists; remove it, or give another place"),
+    ]
 
 
-def _weights(
-    run: Path, cfg: Config, form: str, checkpoint: str | None
-) -> tuple[Path | None, Path | None, int | None]:
-    """Return the LoRA or else the checkpoint to read, and the iteration of its weights."""
+def _source(run: Path, form: str, chosen: str | None) -> tuple[Path, int | None]:
+    """Return the folder of a LoRA, or else of a checkpoint, and its iteration; None: the last."""
     folders = part("flowrl.runtime.store.checkpoint", "steps")(run)
     steps = {int(folder.name.removeprefix("step-")): folder for folder in folders}
-    # the checkpoint of iteration 0 holds the untrained weights
-    trained = {number: folder for number, folder in steps.items() if number}
-    listed = f"its checkpoints are of iterations {', '.join(map(str, trained)) or 'none yet'}"
-    if checkpoint is None:
-        if form != "merged" and (run / "lora").is_dir():
-            return run / "lora", None, None
-        if not trained:
-            raise ValueError(f"{run} has trained nothing yet: it has no checkpoint; let it train")
-        return None, trained[max(trained)], max(trained)
-    if checkpoint == "best":
-        peak: Any = read_peak(run)
-        if not peak:
+    steps.pop(0, None)  # it holds the untrained weights
+    listed = f"its checkpoints are of iterations {', '.join(map(str, steps)) or 'none yet'}"
+    number, lora = max(steps, default=0), run / "lora"
+    if chosen == "best":
+        if not (peak := read_peak(run)):
             raise ValueError(
                 f"--checkpoint best: {run} has no peak.json, as no peak of a held-out reward"
                 f" (watch.held_out) was found; give an iteration, or leave it out; {listed}"
             )
-        number = int(peak["checkpoint"].removeprefix("step-"))
-        if form != "merged" and peak["lora"] and (run / peak["lora"]).is_dir():
-            return run / peak["lora"], None, number
-    elif not checkpoint.isdecimal():
-        raise ValueError(f"--checkpoint {checkpoint} should be best or an iteration; {listed}")
-    else:
-        number = int(checkpoint)
-    if number == 0 or number not in trained:
-        raise ValueError(f"--checkpoint {checkpoint}: {run} does not keep it; {listed}")
-    return None, trained[number], number
-
-
-def _check_output(output: Path, form: str) -> None:
-    if output.suffix == ".safetensors" and form == "merged":
-        raise ValueError(f"--output {output}: --format merged writes a pipeline; give a folder")
-    if output.suffix in (".ckpt", ".pt", ".bin", ".pth", ".gguf"):
-        raise ValueError(
-            f"--output {output}: {output.suffix} is not written; end it in .safetensors, or give a"
-            " folder"
-        )
-    taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
-    if taken or (output.suffix == ".safetensors" and output.is_dir()):
-        raise ValueError(f"--output {output} exists; remove it, or give another place")
+        number, lora = int(peak["checkpoint"].removeprefix("step-")), run / (peak["lora"] or "-")
+    elif chosen is not None:
+        if not chosen.isdecimal():
+            raise ValueError(f"--checkpoint {chosen} should be best or an iteration; {listed}")
+        number, lora = int(chosen), run / "-"
+    if form != "merged" and lora.is_dir():
+        return lora, number if chosen else None
+    if number not in steps:
+        raise ValueError(f"{run} keeps no trained weights of iteration {number}; {listed}")
+    return steps[number], number
 
 
 def _check_push(push: str, output: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import small
 import torch
@@ -102,6 +103,7 @@ def test_the_card_says_what_was_trained_and_how_well(run, tmp_path):
         "| seed | 0 |",
         "| before |",
         "| after, iteration 2 |",
+        "| prompts | shapes:train |",
         "After minus before: jpeg",
         "load_lora_weights",
     ):
@@ -125,8 +127,11 @@ MISTAKES = {
     "format": (["RUN", "--format", "a1111"], "'a1111' is not one of"),
     "dtype": (["RUN", "--dtype", "fp8"], "'fp8' is not one of"),
     "checkpoint": (["RUN", "--checkpoint", "last"], "should be best or an iteration; its"),
-    "iteration": (["RUN", "--checkpoint", "7"], "does not keep it; its checkpoints are of"),
-    "untrained": (["RUN", "--checkpoint", "0"], "does not keep it"),
+    "iteration": (
+        ["RUN", "--checkpoint", "7"],
+        "keeps no trained weights of iteration 7; its checkpoints are of",
+    ),
+    "untrained": (["RUN", "--checkpoint", "0"], "keeps no trained weights of iteration 0"),
     "no peak": (["RUN", "--checkpoint", "best"], "has no peak.json, as no peak of a held-out"),
     "pickle": (["RUN", "-o", "mine.ckpt"], ".ckpt is not written; end it in .safetensors"),
     "file of a pipeline": (
@@ -167,7 +172,7 @@ def changed(run, tmp_path, **train):
     ("train", "sentence"),
     [
         ({"mode": "full"}, "trained all weights (train.mode=full), which are no LoRA"),
-        ({}, "has trained nothing yet: it has no checkpoint"),
+        ({}, "keeps no trained weights of iteration 0; its checkpoints are of iterations none yet"),
     ],
 )
 def test_what_has_no_place_in_a_format_is_named(run, tmp_path, train, sentence):
@@ -212,7 +217,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(monkeypatch):
     """A hub on this machine, which huggingface_hub asks with a token."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     Hub.asked.clear()
     address = f"http://127.0.0.1:{server.server_port}"
     for name, value in {"HF_HUB_OFFLINE": False, "ENDPOINT": address}.items():
@@ -249,3 +254,17 @@ def test_a_push_without_a_token_is_refused(run, tmp_path, hub, monkeypatch):
     result = small.invoke("export", run, "--push", "owner/name", "-o", tmp_path / "lora")
     assert result.exit_code == 2 and "run hf auth login" in " ".join(result.output.split())
     assert not hub.asked
+
+
+@pytest.mark.parametrize("form", [pytest.param("comfyui", marks=pytest.mark.long), "kohya"])
+def test_generate_takes_what_was_exported(run, tmp_path, form):
+    """`generate --lora` of the file gives the picture of the run."""
+    export(run, "--format", form, "-o", tmp_path / "a.safetensors")
+    how = ("a red circle", "--steps", "2", "--guidance", "none")
+    made = []
+    for words in ((run, *how), ("shapes-sd3", *how, "--lora", tmp_path / "a.safetensors")):
+        file = tmp_path / f"{len(made)}.npy"
+        result = small.invoke("generate", *words, "-o", file)
+        assert result.exit_code == 0, result.output
+        made.append(torch.from_numpy(np.load(file)))
+    assert (made[0] - made[1]).abs().max() < 1e-5

@@ -135,27 +135,19 @@ def written(weights: Mapping[str, Tensor], family: Family, layout: str) -> dict[
 
 def _key(name: str, family: Family, layout: str) -> tuple[str, NativeLayer]:
     """Return the key of a layer "component.layer", and its place there."""
-    form = getattr(family, layout)
-    part, _, layer = name.partition(".")
+    form, (part, _, layer) = getattr(family, layout), name.partition(".")
+    place: NativeLayer | None = NativeLayer(layer)
     if part.startswith("text_encoder"):
-        if part not in family.text:
-            raise ValueError(
-                f"the LoRA changes the {part}, which has no keys in the {layout} layout of"
-                f" {family.name}; use --format diffusers or merged"
-            )
+        form = f"{family.text.get(part)}_" if form.startswith("lora_") else f"{part}."
         layer = f"text_model.{layer.removeprefix('text_model.')}"
-        place, form = NativeLayer(layer), f"{part}.<layer>"
-        if getattr(family, layout).startswith("lora_"):
-            form = f"{family.text[part]}_<layer>"
-    else:
-        own = "<native>" in form
-        found = family.place(layer) if own else NativeLayer(layer)
-        if found is None:
-            raise ValueError(
-                f"the LoRA changes {layer}, which has no key in the {layout} layout of"
-                f" {family.name}; use --format diffusers or merged"
-            )
-        place = found
+        place = NativeLayer(layer) if part in family.text else None
+    elif "<native>" in form:
+        place = family.place(layer)
+    if place is None:
+        raise ValueError(
+            f"the LoRA changes {name}, which has no key in the {layout} layout of {family.name};"
+            " use --format diffusers or merged"
+        )
     key = f"{form.partition('<')[0]}{place.name}"
     return key.replace(".", "_") if key.startswith("lora_") else key, place
 
@@ -205,7 +197,7 @@ def _part_of(place: NativeLayer, halves: Mapping[str, Tensor]) -> dict[str, Tens
     file that lacks a half lacks it here, too."""
     if not {"A", "B"} <= halves.keys():
         return {half: tensor for half, tensor in halves.items() if half in "AB"}
-    a, b = halves["A"].flatten(1), halves["B"].flatten(1)
+    a, b = halves["A"].flatten(1), halves["B"].flatten(1).float()
     if "alpha" in halves:
         b = b * (halves["alpha"].item() / len(a))
     if place.whole == 1:
