@@ -434,10 +434,7 @@ class Remote(core_reward.Reward):
     def _resume(self) -> str:
         if not hasattr(self, "about"):
             return "start it with `flowrl serve REWARD`, or correct reward.remote.url"
-        return (
-            "start it with `flowrl serve`, then resume the run with `flowrl train --resume RUN`; no"
-            " sample was counted as failed"
-        )
+        return "start it with `flowrl serve`, then resume the run; no sample was counted as failed"
 
 
 def _side_by_side(

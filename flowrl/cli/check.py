@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -126,6 +127,10 @@ def _check_rewards(
             needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
             echo(f"{label}: {reward.scale}\nneeds: {needs}")
             show(checks.table(found[label]))
+    warned = sum(finding.verdict == "warn" for own in found.values() for finding in own)
+    if json != "-" and not any(map(checks.failed, found.values())):
+        words = " ".join(f"reward={quote(str(e.get('name', n)))}" for n, e in entries.items())
+        show(f"nothing failed; {warned} warnings; train with: flowrl train {words}", wrap=True)
     as_json({label: [asdict(finding) for finding in own] for label, own in found.items()}, json)
     if any(map(checks.failed, found.values())):
         raise typer.Exit(1)

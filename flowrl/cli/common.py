@@ -235,11 +235,13 @@ def parse_config(overrides: list[str] | None) -> Any:
     return load_config(name, words)
 
 
-def parse_run(overrides: list[str] | None, resume: Path | None = None) -> Any:
+def parse_run(overrides: list[str] | None, resume: Path | None = None, accept: bool = False) -> Any:
     """Load the Config of a run that starts, or goes on; ValueError where its words alone say that
     it would not."""
     from flowrl.config.facts import of_config
     from flowrl.runtime.excerpt import part
+    from flowrl.runtime.install import check_trackers
+    from flowrl.runtime.store.lock import Lock
 
     if resume is None:
         cfg = parse_config(overrides)
@@ -248,7 +250,11 @@ def parse_run(overrides: list[str] | None, resume: Path | None = None) -> Any:
                 part("flowrl.data.prompts", "check_source")(source)
     else:
         cfg = part("flowrl.training.resume", "config_of")(resume, overrides)
+        if os.environ.get("RANK", "0") == "0":
+            part("flowrl.training.resume", "check_resume")(cfg, resume, accept=accept)
+            Lock(resume, "flowrl train").withdraw()  # raises Busy
     of_config(cfg, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    check_trackers(cfg.trackers)
     return cfg
 
 

@@ -115,7 +115,6 @@ def generate(
     output: Output = None,
 ) -> None:
     """Make images or videos."""
-    from flowrl.config.compose import is_embedded
     from flowrl.runtime import log
 
     log.setup()
@@ -152,7 +151,7 @@ def generate(
             saved = _save(made, output)
     if saved[0].suffix in MEDIA_SUFFIXES:
         first = asked[0] if isinstance(asked[0], str) else asked[0]["prompt"]
-        usual = "clip.preset=shapes" if is_embedded(model) else "clip"
+        usual = "clip.preset=shapes" if _embedded(model) else "clip"
         rewards = " ".join(f"--reward {word}" for word in reward or [usual])
         next_steps(f"flowrl score {quote(str(saved[0]))} --prompt {quote(first)} {rewards}")
 
@@ -214,15 +213,22 @@ def _check_quoted(prompts: list[str]) -> None:
     logger.warning(said)
 
 
-def _asked(model: str, prompts: list[str], columns: dict[str, str]) -> list[Any]:
-    """Load the prompts, and warn of words that the embedded model never saw."""
+def _embedded(model: str) -> bool:
+    """Whether it is an embedded model, or a run of one."""
     from flowrl.config.compose import is_embedded
     from flowrl.config.load import read_config
+
+    return is_embedded(
+        read_config(Path(model, "config.yaml")).model.source if is_run(model) else model
+    )
+
+
+def _asked(model: str, prompts: list[str], columns: dict[str, str]) -> list[Any]:
+    """Load the prompts, and warn of words that the embedded model never saw."""
     from flowrl.data.prompts import of_words
 
     asked = of_words(prompts, columns)
-    trained_on = read_config(Path(model, "config.yaml")).model.source if is_run(model) else model
-    if not is_embedded(trained_on):
+    if not _embedded(model):
         return asked
     from flowrl.runtime.log import logger
     from flowrl.shapes.prompts import vocabulary, words

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from flowrl.cli.common import REWARD, echo, one_sentence_errors, parse_rewards
+from flowrl.runtime.excerpt import part
 
 Rewards = Annotated[
     list[str],
@@ -40,6 +41,7 @@ def serve(
     """Serve rewards to other processes; reward=remote asks them."""
     with one_sentence_errors():
         entries = parse_rewards(reward)  # the words, before torch is imported
+        part("flowrl.rewards.server.app", "token_for")(host, token_env)
 
         from flowrl.rewards.server.app import Server
 

@@ -65,7 +65,7 @@ def train(
 
             several.train_all(*several.plan(*several.split(seeds, overrides)))
             return
-        cfg = parse_run(overrides, resume)  # judges the words; what follows needs torch
+        cfg = parse_run(overrides, resume, accept_changes)  # the words; what follows needs torch
         from flowrl.runtime.memory import ran_out
         from flowrl.training import outputs
         from flowrl.training.records import NothingTrained
@@ -106,7 +106,7 @@ def _conclude(run: Any, *, trained: bool = True) -> None:
     if run.evaluation:
         show(terminal.evaluation_table(run.evaluation))
     if run.stopped:
-        show(f"Stopped: {run.stopped}.", wrap=True)
+        show(f"Stopped after {len(run.metrics)} iterations: {run.stopped}.", wrap=True)
     if run.peak:
         show(watch_page.sentence(run.peak), wrap=True)
     show(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", wrap=True)

@@ -16,11 +16,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel
 
 from flowrl.config.device import on_this_device, say
 from flowrl.config.gone import without_gone
 from flowrl.config.overrides import Override, as_loop, parse_override
 from flowrl.runtime import registry, yaml_text
+from flowrl.runtime.log import logger
 from flowrl.runtime.text import printable
 from flowrl.runtime.typed_text import Kinds
 
@@ -72,9 +74,10 @@ def compose(
     overrides: Sequence[str],
     problems: list[str],
     kinds_of: Callable[[str, Any], Kinds],
+    schema_of: Callable[[str], type[BaseModel]],
 ) -> Tree:
     """Lay all layers over each other in one tree; problems of the command line are added to those
-    given. kinds_of: (key, tree so far) -> types that the setting takes."""
+    given. kinds_of: (key, tree so far) -> types that the setting takes. schema_of: a method's."""
     chosen_by = dict(pick for file in given for pick in file.chosen.items())
     line = read_command_line(overrides, problems, chosen_by)
     try:
@@ -97,7 +100,7 @@ def compose(
             *(in_full(without_overruled(layer, line)) for layer in files),
             line.own,
         )
-        start_over(merged, line)
+        start_over(merged, line, picked.get("algorithm"), schema_of)
         # names come first: what a setting takes may depend on the name of its reward
         for override in sorted(line.values, key=lambda o: not o.key.endswith(".name")):
             apply_override(merged, override, kinds_of(override.key, merged), problems)
@@ -201,12 +204,19 @@ def installed(group: str) -> list[str]:
     return list(registry.installed(INSTALLED[group])) if group in INSTALLED else []
 
 
-def start_over(tree: Any, line: CommandLine) -> None:
-    """Drop the chosen file's options where `algorithm.name=` names another method, as a section of
-    a YAML file that names its method does."""
+def start_over(tree: Any, line: CommandLine, chosen: str | None, schema_of: Any) -> None:
+    """Drop the file's options where `algorithm.name=` names another method, as a section of a YAML
+    file does. A method of one's own beside a file that was chosen keeps the options it knows."""
     named = [o.value() for o in line.values if o.key == "algorithm.name" and o.sign != "~"]
-    if named and named[-1] != tree.algorithm.get("name"):
-        tree.algorithm = {"name": named[-1]}
+    if not named or named[-1] == tree.algorithm.get("name"):
+        return
+    name, given = named[-1], tree.algorithm
+    variant = chosen and registry.is_outside(INSTALLED["algorithm"], name)
+    known = schema_of(name).model_fields if variant else {}
+    tree.algorithm = {"name": name} | {key: given[key] for key in given if key in known}
+    left = [str(key) for key in given if key not in {*known, "name", "label"}]
+    if chosen and left:
+        logger.warning(f"{name} takes no {', '.join(left)} from algorithm={chosen}")
 
 
 def apply_override(tree: Any, override: Override, kinds: Kinds, problems: list[str]) -> None:

@@ -87,7 +87,7 @@ def composed(
         chosen, tree = _sorted_out(values)
         files.append(replace(file_of(tree, "the config"), chosen=chosen))
     defaults = Config.model_construct().model_dump(mode="json")
-    return compose(defaults, files, overrides, problems, _kinds_of), problems
+    return compose(defaults, files, overrides, problems, _kinds_of, algorithm_schema), problems
 
 
 def _kinds_of(key: str, tree: Any) -> Kinds:

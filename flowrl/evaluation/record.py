@@ -8,6 +8,7 @@ import math
 import zipfile
 import zlib
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,7 @@ def _paired(
         if not pairs:
             continue
         x, y, groups = zip(*pairs, strict=True)
-        change = paired_bootstrap(x, y, groups=groups)
-        out[key] = {
-            "difference": change.difference,
-            "ci": change.ci and list(change.ci),
-            "p": change.p,
-            "n": change.n,
-            "clusters": change.clusters,
-        }
+        out[key] = asdict(paired_bootstrap(x, y, groups=groups))
     return out
 
 

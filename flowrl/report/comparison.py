@@ -16,9 +16,8 @@ from statistics import fmean
 from typing import Any
 
 from flowrl.report import tables
-from flowrl.report.numbers import distinct_metrics, mean_of
+from flowrl.report.numbers import distinct_metrics, interval_text, mean_of
 from flowrl.report.run_page import name_of, settings_of
-from flowrl.report.suite_page import cell
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.statistics import paired_over_runs, student
 from flowrl.runtime.store.run_folder import RunFolder, config_file, read
@@ -123,7 +122,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def _over_prompts(metric: str, runs: Sequence[ComparedRun]) -> Sequence[float | None]:
     """Interval of the gain over prompts; none where the runs were not evaluated on the same."""
     if len(runs) == 1:
-        return runs[0].paired[metric]["ci"]
+        return runs[0].paired[metric]["ci"] or (None, None)
     sides = [[run.row(side) for run in runs] for side in ("before", "after")]
     values = [[row.get("values", {}).get(metric) or [] for row in side] for side in sides]
     texts = [row.get("prompts") or [] for side in sides for row in side]
@@ -132,7 +131,7 @@ def _over_prompts(metric: str, runs: Sequence[ComparedRun]) -> Sequence[float | 
         return None, None
     groups = [texts[0][i % len(texts[0])] for i in range(images.pop())]
     known = ([[math.nan if v is None else v for v in own] for own in side] for side in values)
-    return paired_over_runs(*known, groups=groups).ci
+    return paired_over_runs(*known, groups=groups).ci or (None, None)
 
 
 def network_rows(metrics: Mapping[str, Any]) -> float:
@@ -154,8 +153,8 @@ def lines(groups: Groups, metric: str) -> list[list[str]]:
 def _line(row: Mapping[str, Any]) -> list[str]:
     ends = ([row[f"{over}_{end}"] for end in ("low", "high")] for over in ("seeds", "prompts"))
     entries = [{"difference": row["gain"], "ci": None if None in ci else ci} for ci in ends]
-    seeds, prompts = (cell(entry, "difference").partition(" ") for entry in entries)
-    means = (cell({"mean": row[side]}) for side in ("before", "after"))
+    seeds, prompts = (interval_text(entry, key="difference").partition(" ") for entry in entries)
+    means = (interval_text({"mean": row[side]}) for side in ("before", "after"))
     cost = (f"{row[key]:,.0f}" for key in ("iterations", "network_rows", "seconds"))
     head = [row["group"], str(row["seeds"]), *means, prompts[0], seeds[2], prompts[2]]
     return [*head, *cost, f"{row['peak_gb']:.3g}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from flowrl.runtime.statistics import ENOUGH
@@ -43,8 +43,7 @@ def distinct_metrics(evaluation: dict[str, Any]) -> list[str]:
 def row_head(row: dict[str, Any]) -> list[str]:
     """The name of a row and the values of HEADS; "" for what the row does not say."""
     shown = [row.get(key) for key in ("name", "guidance", "steps", "images", "nfe")]
-    cells = ["" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in shown]
-    return [*cells[:3], cells[3] + of_texts(row), cells[4]]
+    return ["" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in shown]
 
 
 def of_texts(row: Mapping[str, Any]) -> str:
@@ -59,46 +58,40 @@ def mean_of(entry: Any) -> float | None:
     return entry.get("mean") if isinstance(entry, dict) else entry
 
 
-def interval_of(entry: Mapping[str, Any]) -> Sequence[float] | None:
-    """The ends of an interval; None of one prompt, also where an earlier version wrote them."""
-    return None if entry.get("clusters") == 1 else entry.get("ci")
-
-
-def interval_text(entry: Any, between: str = " ") -> str:
-    """A mean, and its interval in brackets where it has one."""
-    mean, ci = mean_of(entry), interval_of(entry) if isinstance(entry, dict) else None
+def interval_text(entry: Any, between: str = " ", key: str = "mean") -> str:
+    """
+    >>> interval_text({"mean": 0.81234, "ci": [0.79, 0.83]})
+    '0.812 [0.790, 0.830]'
+    >>> interval_text({"difference": 12.5, "ci": [-1.2, 26.0]}, key="difference")
+    '+12.5 [-1.2, +26.0]'
+    """
+    mean, ci = (entry.get(key), entry.get("ci")) if isinstance(entry, dict) else (entry, None)
     if mean is None:
         return ""
-    digits = decimals(mean, *(ci or ()))
-    interval = f"{between}[{ci[0]:.{digits}f}, {ci[1]:.{digits}f}]" if ci else ""
-    return f"{mean:.{digits}f}{interval}"
+    form = f"{'+' if key == 'difference' else ''}.{decimals(mean, *(ci or ()))}f"
+    return f"{mean:{form}}" + (f"{between}[{ci[0]:{form}}, {ci[1]:{form}}]" if ci else "")
 
 
-def decimals(*values: float, least: int = 3) -> int:
-    """Decimals, at least `least`, that show three digits of the largest value and one of their
-    range."""
+def decimals(*values: float) -> int:
+    """Decimals that show three digits of the largest value and one of their range: at least 3, and
+    1 from 10 on."""
     sizes = [(max(map(abs, values)), 2), (max(values) - min(values), 0)]
     wanted = [digits - math.floor(math.log10(size)) for size, digits in sizes if size > 0]
-    return min(9, max([least, *wanted]))
+    return min(9, max([3 if sizes[0][0] < 10 else 1, *wanted]))
 
 
-def of_enough(paired: Mapping[str, Any]) -> bool:
-    """Whether a difference is of as many prompts as a p-value and a verdict need; a record of an
-    earlier version may not say of how many it is."""
-    return (paired.get("clusters") or ENOUGH) >= ENOUGH
+def of_few(paired: Mapping[str, Any]) -> bool:
+    """Whether a difference is of fewer prompts than a p-value and a verdict need, if it says so."""
+    return paired.get("clusters", ENOUGH) < ENOUGH
 
 
 def paired_sentence(metric: str, paired: dict[str, Any]) -> str:
-    """The difference of a metric, "after" minus "before", with its interval and p, or why it has
-    none."""
-    prompts, ci = paired.get("clusters"), interval_of(paired)
-    digits = decimals(paired["difference"], *(ci or ()))
-    said = f"{metric} {paired['difference']:+.{digits}f}"
-    if ci is None:
+    """The difference of a metric, "after" minus "before", with its interval and p, if it has."""
+    said = f"{metric} {interval_text(paired, key='difference')}"
+    if paired["ci"] is None:
         images = f"the {paired.get('n', 'only')} images are of 1 prompt"
         return f"{said}, no interval: {images}; raise eval.images"
-    said += f" [{ci[0]:+.{digits}f}, {ci[1]:+.{digits}f}]"
-    if not of_enough(paired):
-        return f"{said}, 95% paired bootstrap; {prompts} prompts are too few for a p-value"
+    if of_few(paired):
+        return f"{said}, no p-value of {paired['clusters']} prompts, 95% paired bootstrap"
     p = f", p = {paired['p']:.2g}" if paired.get("p") is not None else ""
     return f"{said}{p}, 95% paired bootstrap"

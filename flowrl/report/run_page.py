@@ -20,13 +20,11 @@ from flowrl.report import answers, suite_page, watch_page
 from flowrl.report.charts import interval_chart, line_chart, stacked_bar
 from flowrl.report.numbers import (
     HEADS,
-    decimals,
     evaluation_rows,
-    interval_of,
     interval_text,
     mean_of,
     metric_names,
-    of_enough,
+    of_few,
     paired_sentence,
     row_head,
 )
@@ -156,19 +154,18 @@ def _cells(row: dict[str, Any], metrics: Sequence[str]) -> list[str]:
 
 
 def _headline(paired: dict[str, Any], metric: str, rows: Rows) -> dict[str, Any]:
-    ci = interval_of(paired) or ()
-    verdict, css = "no clear change", ""
-    if not of_enough(paired):
+    ci, verdict, css = paired["ci"], "no clear change", ""
+    if of_few(paired):
         verdict = "was measured on too few prompts for a verdict"
     elif ci and ci[0] > 0:
         verdict, css = "improved", "good"
     elif ci and ci[1] < 0:
         verdict, css = "got worse", "bad"
-    form = f"+.{decimals(paired['difference'], *ci)}f"
+    gain, _, interval = interval_text(paired, key="difference").rstrip("]").partition(" [")
     means = [mean_of(row.get("metrics", {}).get(metric)) for row in (rows[0], rows[-1])]
     return {
-        "gain": format(paired["difference"], form),
-        "interval": " to ".join(format(end, form) for end in ci),
+        "gain": gain,
+        "interval": interval.replace(", ", " to "),
         "verdict": verdict,
         "css": css,
         "means": [] if None in means else [f"{mean:.3f}" for mean in means],
@@ -181,7 +178,7 @@ def _intervals(metric: str, rows: Rows) -> Markup:
     drawn = [
         (name, e["mean"], *ci)
         for name, e in entries
-        if isinstance(e, dict) and e["mean"] is not None and (ci := interval_of(e))
+        if isinstance(e, dict) and e["mean"] is not None and (ci := e.get("ci"))
     ]
     return interval_chart(drawn) if drawn else Markup()
 

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from flowrl.report import answers
 from flowrl.report.charts import best_of_chart
-from flowrl.report.numbers import decimals
+from flowrl.report.numbers import interval_text
 from flowrl.report.render import render
 from flowrl.runtime.store import side_files
 from flowrl.runtime.text import printable
@@ -96,9 +96,10 @@ def lines(record: Record, level: str, reading: str | None = None) -> Lines:
 
     out = []
     for name in of(record["rows"][-1]):
-        means = [cell(of(row).get(name)) for row in record["rows"]]
+        means = [interval_text(of(row).get(name)) for row in record["rows"]]
         differences = [
-            cell(of(paired).get(name), "difference") for paired in record["paired"].values()
+            interval_text(of(paired).get(name), key="difference")
+            for paired in record["paired"].values()
         ]
         role = _role(record, name) if level == "scores" else ""
         out.append([f"{name}{role}", *means, *differences])
@@ -130,7 +131,8 @@ def best_lines(record: Record) -> Lines:
     longest = len(record["rows"][-1]["best_of"])
     sizes = sorted({n for n in SHOWN if n < longest} | {longest}) if longest else []
     return [
-        [f"best of {n}", *(cell(row["best_of"][n - 1]) for row in record["rows"])] for n in sizes
+        [f"best of {n}", *(interval_text(row["best_of"][n - 1]) for row in record["rows"])]
+        for n in sizes
     ]
 
 
@@ -143,27 +145,10 @@ def matrix_lines(matrix: Mapping[str, Any]) -> Lines:
     return [
         [
             f"{', '.join(row['trained'])} ({row['run']})",
-            *(cell(entry, "difference") for entry in row["entries"]),
+            *(interval_text(entry, key="difference") for entry in row["entries"]),
         ]
         for row in matrix["rows"]
     ]
-
-
-def cell(entry: Mapping[str, Any] | None, key: str = "mean") -> str:
-    """
-    >>> cell({"mean": 0.81234, "ci": [0.79, 0.83]})
-    '0.812 [0.790, 0.830]'
-    >>> cell({"difference": 12.5, "ci": [-1.2, 26.0]}, "difference")
-    '+12.5 [-1.2, +26.0]'
-    """
-    if entry is None or entry[key] is None:
-        return ""
-    interval = entry.get("ci")
-    low, high = interval or (0.0, 0.0)
-    least = 3 if max(abs(entry[key]), abs(low), abs(high)) < 10 else 1
-    digits = decimals(entry[key], *(interval or ()), least=least)
-    form = f"{'+' if key == 'difference' else ''}.{digits}f"
-    return f"{entry[key]:{form}}" + (f" [{low:{form}}, {high:{form}}]" if interval else "")
 
 
 def sentences(record: Record) -> list[str]:

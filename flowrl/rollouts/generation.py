@@ -12,13 +12,12 @@ from flowrl.data.conditions import Conditions
 from flowrl.policy import Cond, Policy
 from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.log import waiting
+from flowrl.runtime.log import Progress
 from flowrl.samplers import plan, tree
 from flowrl.types import Solver
 
 
 @torch.no_grad()
-@waiting("sample")
 def sample(
     policy: Policy,
     prompts: Sequence[str],
@@ -44,17 +43,24 @@ def sample(
     # An evaluation asks for the same prompt many times: text encoders see it once.
     cond, rows = encoded(policy, prompts, conditions)
     path = plan.ode(policy.schedule(steps).sigmas, solver=solver)
-    grown = tree.grow(
-        velocity_of(policy, cond, guidance=guidance, ledger=ledger, rlg=rlg),
-        noise_of(policy),
-        path,
-        shape=policy.latent_shape,
-        rows=rows,
-        prompt_keys=noise_keys,
-        copies=torch.zeros_like(rows),
-        init=partial(policy.start, sigma=path.sigma.max().item(), cond=cond),
-        micro=policy.states(micro, guidance),
-    )
+    velocity = velocity_of(policy, cond, guidance=guidance, ledger=ledger, rlg=rlg)
+    with Progress(plan.nfe(path) * len(rows), title="sample", lines=False) as bar:
+
+        def counted(x: Tensor, *at: Tensor) -> Tensor:
+            bar.update(bar.done + len(x))
+            return velocity(x, *at)
+
+        grown = tree.grow(
+            counted,
+            noise_of(policy),
+            path,
+            shape=policy.latent_shape,
+            rows=rows,
+            prompt_keys=noise_keys,
+            copies=torch.zeros_like(rows),
+            init=partial(policy.start, sigma=path.sigma.max().item(), cond=cond),
+            micro=policy.states(micro, guidance),
+        )
     return grown.leaves, grown.state_sigma[grown.leaf], (cond, rows[grown.group.cpu()])
 
 

@@ -11,9 +11,12 @@ import os.path
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import flowrl
+from flowrl.runtime.registry import did_you_mean
 
 EXTRAS = {  # imported package -> extra that installs it
     "av": "video",
@@ -27,6 +30,11 @@ EXTRAS = {  # imported package -> extra that installs it
     "uvicorn": "server",
     "wandb": "wandb",
 }
+# trackers of accelerate, each by the name of its package
+TRACKERS = (
+    *("all", "aim", "clearml", "comet_ml", "dvclive"),
+    *("mlflow", "swanlab", "tensorboard", "trackio", "wandb"),
+)
 ROOT = Path(__file__).resolve().parents[2]  # folder of the checkout; for a wheel, of its packages
 COMMAND = "flowrl.cli.main:main"  # entry point of this distribution, also under its former name
 
@@ -49,6 +57,17 @@ def line_for(package: str | None) -> str | None:
     """Return the command that installs a package which an extra brings, by its import name."""
     extra = EXTRAS.get((package or "").partition(".")[0])
     return install_line(extra) if extra else None
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """ValueError for a tracker that accelerate does not know or that is not installed, without
+    importing either."""
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(f'trackers: unknown tracker "{name}"{did_you_mean(name, TRACKERS)}')
+        if name != "all" and find_spec(name) is None:
+            install = line_for(name) or f"pip install {name}"
+            raise ValueError(f"trackers: {name} is not installed; {install}, or leave it out")
 
 
 def foreign() -> str | None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -27,15 +28,25 @@ logger.addFilter(_one_line)
 
 
 def setup(level: str = "INFO") -> None:
-    """Send flowrl's messages to stderr through rich."""
+    """Send flowrl's messages to stderr: through rich to a terminal, else a line each, with the
+    time of day."""
     from rich.logging import RichHandler
 
     if not logger.handlers:
-        logger.addHandler(
-            RichHandler(console=_console(), show_path=False, show_time=False, markup=False)
-        )
+        shown = {"show_path": False, "show_time": False, "markup": False}
+        rich = sys.stderr.isatty()
+        logger.addHandler(RichHandler(console=_console(), **shown) if rich else Lines())
         logger.propagate = False
     logger.setLevel(level)
+
+
+class Lines(logging.Handler):
+    """Prints a message as one line, however long, so that grep finds it whole."""
+
+    form = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _print(self.form.format(record))
 
 
 # Messages without consequence when torchao and bitsandbytes are imported: logger -> their words.
@@ -44,14 +55,8 @@ CHATTER = {
     "bitsandbytes.backends.cpu.ops": "from kernels-community",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor",
 }
-
-
-def _tells(words: str, record: logging.LogRecord) -> bool:
-    return words not in record.getMessage()
-
-
 for _name, _words in CHATTER.items():
-    logging.getLogger(_name).addFilter(partial(_tells, _words))
+    logging.getLogger(_name).addFilter(partial(lambda w, r: w not in r.getMessage(), _words))
 
 
 def hush() -> list[tuple[Any, int, bool]]:
@@ -87,8 +92,8 @@ class Progress:
     """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
     terminal, a line each few seconds elsewhere. A bar inside of another one is a line below it.
 
-    total: None: not known. show: False on all processes but the main one. lines: False: nothing is
-    printed elsewhere.
+    total: None: not known. show: False on all processes but the main one. lines: False: elsewhere
+    the main process prints a line only where nothing was printed for QUIET seconds.
     """
 
     def __init__(
@@ -101,11 +106,12 @@ class Progress:
         every: float = 10.0,
         lines: bool = True,
     ) -> None:
-        self.total, self.done, self.every = total, done, every
+        self.total, self.done, self.every, self.lines = total, done, every, lines
         self.title = printable(title)
-        self.live = show and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-        self.show = self.live or (show and lines)
-        self.last = -math.inf
+        main = os.environ.get("RANK", "0") == "0"
+        self.live = show and sys.stderr.isatty() and main
+        self.show = self.live or (show and (lines or main))
+        self.last = -math.inf if lines else time.perf_counter()
         # (time, iteration) when the first iteration here ended; start-up does not count
         self.first: tuple[float, int] | None = None
 
@@ -126,30 +132,35 @@ class Progress:
         elif self.live:
             _bars.pop().stop()
 
-    def update(self, iteration: int, **numbers: float) -> None:
-        """Show how many iterations are finished, and the few numbers worth watching."""
+    def update(self, iteration: int, seconds: float | None = None, **facts: float | str) -> None:
+        """Show how many iterations are finished, and the few numbers or words worth watching.
+        seconds: those of the last iteration."""
         self.done = iteration
         if not self.show:
             return
-        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        texts = {k: v if isinstance(v, str) else f"{v:.4g}" for k, v in facts.items()}
+        text = "  ".join(map(" ".join, texts.items()))
         if self.live:
             self.bar.update(self.task, completed=iteration, numbers=text)
             return
         assert self.total is not None
         now = time.perf_counter()
         self.first = self.first or (now, iteration)
-        if now - self.last >= self.every or iteration >= self.total:
+        due = now - self.last >= self.every or iteration >= self.total
+        if due if self.lines else now - max(self.last, _printed) >= QUIET:
             self.last = now
-            line = f"{self.title} {iteration}/{self.total}  {text}{self._left(now, iteration)}"
-            _console().print(line, soft_wrap=True, highlight=False)
+            took = "" if seconds is None else f", {seconds:.0f} s"
+            line = f"{self.title} {iteration}/{self.total}  {text}".rstrip()
+            _print(f"{line}{took}{self._left(now, iteration, seconds)}")
 
-    def _left(self, now: float, iteration: int) -> str:
-        """Estimate the time left from the pace of this process; "" before there is one."""
+    def _left(self, now: float, iteration: int, seconds: float | None) -> str:
+        """Estimate the time left from the pace so far, at first from an iteration's seconds."""
         assert self.first is not None and self.total is not None
         began, start = self.first
-        if iteration <= start:
+        pace = (now - began) / (iteration - start) if iteration > start else seconds
+        if pace is None or iteration >= self.total:
             return ""
-        return f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left"
+        return f", {timedelta(seconds=round(pace * (self.total - iteration)))} left"
 
 
 def _new_bar() -> Any:
@@ -173,6 +184,13 @@ def waiting(title: str) -> Iterator[None]:
         yield
 
 
+def _print(line: str) -> None:
+    """Print a line for a file, unwrapped."""
+    global _printed
+    _printed = time.perf_counter()
+    _console().print(line, soft_wrap=True, highlight=False, markup=False)
+
+
 def _console() -> Any:
     """Return the only console on stderr: the bar and messages must not overwrite each other."""
     global _shared
@@ -183,5 +201,7 @@ def _console() -> Any:
     return _shared
 
 
+QUIET = 30.0  # longest silence in seconds, where work that is counted goes on without a terminal
+_printed = -math.inf  # time.perf_counter() of the last line
 _shared: Any = None
 _bars: list[Any] = []  # at most one bar of rich: a terminal shows one at a time

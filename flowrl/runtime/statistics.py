@@ -4,8 +4,7 @@ prompts, and Student's interval over seeds.
 Images of one prompt are not independent: with `groups` whole prompts are resampled (the cluster
 bootstrap; Davison & Hinkley 1997, ch. 2-3), and the interval then speaks about new prompts, not
 only about new seeds. Percentile intervals are a little narrow when units are few: with 60 clusters
-a 95% interval covered the truth in 93.5% of 8,000 trials. One cluster has no interval, and fewer
-than ENOUGH no p-value. It imports no other module of flowrl.
+a 95% interval covered the truth in 93.5% of 8,000 trials. It imports no other module of flowrl.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from typing import Any
 
 import numpy as np
 
-# least clusters of a p-value: of n equal signs 2 ** (1 - n) is the p of a sign test, below 0.002
-# from 10 on, while resamples of fewer all agree and seem certain
-ENOUGH = 10
+ENOUGH = 10  # least clusters of a p-value: all resamples of fewer often agree, and seem certain
 BLOCK = 2_000_000  # most drawn clusters in memory at a time: 16 MB
 
 Resample = Callable[[np.ndarray], np.ndarray]
@@ -47,9 +44,7 @@ class Paired:
 
     difference: float  # mean of after - before
     ci: tuple[float, float] | None  # (low, high) ends of the interval; None: one cluster
-    # two-sided bootstrap p-value of "no difference", at least 2 / (resamples + 1); None: clusters
-    # are fewer than ENOUGH
-    p: float | None
+    p: float | None  # two-sided bootstrap p-value of "no difference"; see `p_value`
     n: int  # number of pairs
     clusters: int  # number of independent units: prompts if groups were given, else pairs
 

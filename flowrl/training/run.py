@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from typing import Protocol
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, Protocol
 
 from flowrl.config.training import StopConfig
 from flowrl.rewards import RewardUnavailable, TooManyInvalid
@@ -12,9 +12,11 @@ from flowrl.runtime import log
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.processes.world import Lost
 from flowrl.runtime.signals import Aborted, StopRequest, by_signal
+from flowrl.runtime.store import history
+from flowrl.runtime.text import error_text
 from flowrl.training import outputs, state
 from flowrl.training.out_of_memory import explained
-from flowrl.training.records import Iteration, Run
+from flowrl.training.records import Iteration, NothingTrained, Run
 from flowrl.training.watch.guards import Dead
 
 
@@ -27,9 +29,23 @@ class Iterating(outputs.Running, Protocol):
 def run_to_the_end(trainer: Iterating) -> Run:
     """Iterate with a progress bar, evaluate, and write the LoRA and the report; unlock the run's
     folder, however the run ends."""
-    with trainer.parts.lock or nullcontext(), explained(trainer):
+    with trainer.parts.lock or nullcontext(), recorded(trainer), explained(trainer):
         iterate(trainer)
         return outputs.finish(trainer)
+
+
+@contextmanager
+def recorded(trainer: Iterating) -> Iterator[None]:
+    """Write into history.jsonl why a run that had started failed; a disk may be full."""
+    try:
+        yield
+    except Exception as error:
+        path, main = trainer.parts.path, trainer.parts.source.world.main
+        if main and (path / history.FILE).exists() and not isinstance(error, NothingTrained):
+            what = error_text(error) or type(error).__name__
+            with suppress(OSError):
+                history.add(path, "failed", iteration=trainer.iteration, what=what)
+        raise
 
 
 def iterate(trainer: Iterating) -> None:
@@ -40,7 +56,10 @@ def iterate(trainer: Iterating) -> None:
         try:
             for it in trainer:
                 reward, norm = it.metrics["reward/total"], it.metrics["policy/grad_norm"]
-                bar.update(it.number, reward=reward, grad=norm)
+                facts: dict[str, Any] = {"reward": reward, "grad": norm}
+                if not (it.metrics["policy/rows"] or norm or trainer.learner.nonfinite):
+                    facts = {"reward": reward, "no signal:": "all groups have equal rewards"}
+                bar.update(it.number, it.metrics["time/iteration"], **facts)
             if not by_signal(trainer.stopped):
                 outputs.evaluate(trainer, "after")
         except Aborted as abort:

@@ -64,6 +64,7 @@ class Reward:
     # attributes of prompts (SHOWN and WRITTEN) in which it must tell right from wrong, or a check
     # fails
     verifies: frozenset[str] = frozenset()
+    wrong: ClassVar[str] = ""  # what is wrong with the function that it was made of
     problem: str | None = None  # why samples of the last call failed
     answers: bool = False  # whether `told` has answers about pictures, which evaluation keeps
     # whether it may hold networks on the device. A mapping: hub name -> number of weights, for the
@@ -72,6 +73,8 @@ class Reward:
 
     def __init__(self, settings: Any = None):
         """settings: an instance of this class's Settings; None: their defaults."""
+        if self.wrong:
+            raise ValueError(self.wrong)
         self.settings: Any = self.Settings() if settings is None else settings
         if hasattr(self.settings, "rounding"):
             self.differentiable = not self.settings.rounding
@@ -242,11 +245,16 @@ def reward(
     attributes of flowrl.rewards.Reward.
     """
     inputs: dict[str, Any] = {"needs": frozenset(needs), "reads": frozenset(reads)}
-    inputs |= {"reads_prompt": reads_prompt, "verifies": verifiable(verifies), "takes": "any"}
+    inputs |= {"reads_prompt": reads_prompt, "takes": "any"}
     scores = {"scale": scale, "range": range, "quality": quality, "differentiable": differentiable}
 
     def register(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        f.REWARD = _class_of(f, inputs | scores)  # type: ignore[attr-defined]
+        try:
+            made = _class_of(f, inputs | scores | {"verifies": verifiable(verifies)})
+        # raised when this reward is asked for: others of its file may be sound
+        except Exception as error:
+            made = type(f.__name__, (Reward,), {"wrong": str(error)})
+        f.REWARD = made  # type: ignore[attr-defined]
         return f
 
     return register if function is None else register(function)
@@ -313,6 +321,8 @@ def reward_class(name: str) -> type[Reward]:
     )
     cls = getattr(found, "REWARD", found)
     if isinstance(cls, type) and issubclass(cls, Reward):
+        if cls.wrong:
+            raise ValueError(f'reward "{name}": {cls.wrong}')
         return cls
     if registry.is_place(name):
         member = name.rpartition(":")[2]

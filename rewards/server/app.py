@@ -37,7 +37,7 @@ class Server:
         once. max_connections: most connections that are open at once.
         """
         uvicorn, create_app, protocol = _server_packages()
-        token = _token(host, token_env)
+        token = token_for(host, token_env)
         self.socket = _bind(host, port)
         self.service = Service(load_set(rewards), max_mb=max_mb, max_batch=max_batch, device=device)
         self.socket.listen(1024)
@@ -98,7 +98,7 @@ def _server_packages() -> tuple[Any, Any, Any]:
     return uvicorn, create_app, protocol
 
 
-def _token(host: str, variable: str | None) -> str | None:
+def token_for(host: str, variable: str | None) -> str | None:
     """The token that clients must send; an address that others reach without one -> ValueError."""
     if variable is not None:
         return token_of(variable)

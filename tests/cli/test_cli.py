@@ -1,6 +1,7 @@
 """Every command does its work and says where it is."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import small
 import torch
+from filelock import FileLock
 from PIL import Image
 
 from flowrl.config.load import load_config, read_config
@@ -71,6 +73,17 @@ def test_a_finished_run_resumes_to_nothing_new(run):
     before = small.numbers(folder)
     result = small.invoke("train", "--resume", folder)
     assert result.exit_code == 0 and small.numbers(folder) == before
+
+
+def test_a_resume_that_is_refused_is_refused_before_the_model_is_loaded(run, monkeypatch):
+    monkeypatch.setattr("flowrl.training.train.start", lambda *_, **__: pytest.fail("it started"))
+    changed = small.invoke("train", "--resume", run[1], "optimizer.lr=1e-5")
+    assert changed.exit_code == 2 and "optimizer.lr 0.01 -> 1e-05" in " ".join(
+        changed.stderr.split()
+    )
+    with FileLock(run[1] / "run.lock", is_singleton=False):
+        busy = small.invoke("train", "--resume", run[1])
+    assert busy.exit_code == 2 and "is being written by" in " ".join(busy.stderr.split())
 
 
 def test_report_is_rebuilt(run):
@@ -239,6 +252,8 @@ def test_check_shows_a_model_and_tries_a_reward():
     assert "transformer(" in model.output and "out[" in model.output
     reward = small.invoke("check", "--reward", "jpeg")
     assert reward.exit_code == 0 and "minus kilobytes at JPEG quality 95" in reward.output
+    last = reward.output.splitlines()[-1]
+    assert re.fullmatch(r"nothing failed; \d warnings; train with: flowrl train reward=jpeg", last)
     numbers = json.loads(small.invoke("check", "--reward", "shapes", "--json", "-").stdout)
     assert {"name", "verdict", "value", "says"} == numbers["shapes"][0].keys()
     refused = small.invoke("check", "shapes-sd3", "--json", "-")
@@ -277,7 +292,7 @@ def test_commands_that_train_prints_last_work_as_they_are_printed(run, tmp_path,
     assert generated.exit_code == 0 and evaluated.exit_code == 0, evaluated.output
     (path,) = generated.stdout.splitlines()
     scoring = shlex.split(generated.stderr.splitlines()[-1])[1:]
-    assert scoring == ["score", path, "--prompt", "a red circle", "--reward", "clip"]
+    assert scoring == ["score", path, "--prompt", "a red circle", "--reward", "clip.preset=shapes"]
     small.invoke(*commands[0], "--seed", 1, "-o", "b.png")
     scored = small.invoke(*scoring[:-1], "jpeg", "b.png", "--json", "-", "-o", "best")
     row, _ = json.loads(scored.stdout)

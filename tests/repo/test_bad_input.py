@@ -58,7 +58,7 @@ def refused(tmp_path, *arguments):
             "algorithm.steps=9",
             "algorithm.steps=9 noise levels per sample, but sampler.steps=8 offers 7",
         ),
-        ("trackers=[tensorbord]", "trackers=['tensorbord']"),
+        ("trackers=[tensorbord]", 'unknown tracker "tensorbord"; did you mean "tensorboard"'),
         ("train.precision=fp16", "train.precision=fp16 needs a GPU"),
         (
             "train.lora.targets=[to_z]",

@@ -112,6 +112,8 @@ MISTAKES = {
     "check": "give a model, or --reward NAME",
     "check shapes-sd4": 'unknown model "shapes-sd4"; did you mean "shapes-sd3"',
     "check --reward shape": 'unknown reward "shape"; did you mean "shapes"',
+    "train trackers=[tensorbord]": 'unknown tracker "tensorbord"; did you mean "tensorboard"',
+    "serve jpeg --host 0.0.0.0": "host=0.0.0.0 can be reached from other machines",
     "serve jpgg": 'unknown reward "jpgg"; did you mean "jpeg"',
     "serve jpeg --port 99999": "should be less than or equal to 65535",
     "report nowhere": "nowhere",
@@ -137,6 +139,7 @@ ANSWERS = {  # without a mistake
 OWN = {
     "show algorithm=flow_grpo algorithm.sde=own.py:transition": "own.py:transition",
     "show algorithm=own.py:Soft algorithm.sde=own.py:transition": "own.py:Soft",
+    "show algorithm=flow_grpo algorithm.name=own.py:Soft": "kl_weight: 0.04",
     "show reward=own.py:red": "own.py:red",
 }
 OWN_FILE = """

@@ -8,6 +8,7 @@ import small
 import torch
 
 import flowrl
+from flowrl.cli.common import parse_rewards
 from flowrl.config.load import load_config
 from flowrl.rewards import RewardBug, load, load_set, score
 
@@ -100,15 +101,28 @@ def test_an_unknown_setting_of_a_function_is_answered_with_the_nearest(file):
         load(f"{file}:red", chanel=1)
 
 
-def test_a_function_that_takes_other_arguments_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=r"takes 2 positional arguments; a reward takes \(media, prompts, context=None\)",
-    ):
+def test_a_function_that_takes_other_arguments_is_refused_when_it_is_asked_for(tmp_path):
+    """Other rewards of its file are sound."""
+    file = tmp_path / "some.py"
+    file.write_text(
+        "import flowrl\n"
+        "@flowrl.reward\ndef short(media, prompts):\n    return media\n"
+        "@flowrl.reward(verifies=['colr'])\ndef odd(media, prompts, context=None):\n    return 0\n"
+        "@flowrl.reward\ndef good(media, prompts, context=None):\n    return media[:, 0, 0, 0]\n"
+    )
+    assert load(f"{file}:good").name == "good"
+    said = r"takes 2 positional arguments; a reward takes \(media, prompts, context=None\)"
+    with pytest.raises(ValueError, match=rf'some.py:short": short.* {said}'):
+        load(f"{file}:short")
+    with pytest.raises(ValueError, match='"colr" is not known to the checks; did you mean'):
+        parse_rewards([f"{file}:odd"])
 
-        @flowrl.reward
-        def short(media, prompts):
-            return media
+    @flowrl.reward
+    def live(media, prompts):
+        return media
+
+    with pytest.raises(ValueError, match=said):
+        load_set(live)
 
 
 def test_a_config_names_a_file_by_its_absolute_path(file, monkeypatch):

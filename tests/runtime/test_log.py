@@ -3,6 +3,7 @@ in plain lines."""
 
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -44,12 +45,32 @@ def test_a_run_without_lines_has_no_metrics(tmp_path):
 
 def test_without_a_terminal_progress_is_plain_lines(capsys):
     with log.Progress(3, every=0) as bar:
-        bar.update(1, reward=0.25)
-        bar.update(3, reward=0.5)
+        bar.update(1, 51.4, reward=0.25)
+        bar.update(3, 2.0, **{"reward": 0.5, "no signal:": "all groups have equal rewards"})
+    assert capsys.readouterr().err.splitlines() == [
+        "train 1/3  reward 0.25, 51 s, 0:01:43 left",
+        "train 3/3  reward 0.5  no signal: all groups have equal rewards, 2 s",
+    ]
+
+
+def test_without_a_terminal_a_message_is_one_line_with_the_time(capsys, monkeypatch):
+    monkeypatch.setattr(log.logger, "handlers", [])
+    log.setup()
+    log.logger.warning("a word " * 40 + "[red]")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING (a word ){40}\[red\]", line)
+
+
+def test_counted_work_inside_of_a_run_is_named_after_a_silence(capsys, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(log, "_printed", 0.0)
+    with log.Progress(9, title="sample", lines=False) as bar:
+        for done in (1, 2, 3, 4, 9):
+            now[0] += 16
+            bar.update(done)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("train 1/3  reward 0.25") and lines[1].startswith(
-        "train 3/3  reward 0.5"
-    )
+    assert [line.split(",")[0] for line in lines] == ["sample 2/9", "sample 4/9"]
 
 
 def test_lines_are_few_and_the_last_is_always_there(capsys):

@@ -5,6 +5,8 @@ import json
 import logging
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import small
@@ -12,9 +14,10 @@ import torch
 
 from flowrl.config.training import GuardConfig
 from flowrl.rewards import Reward, RewardUnavailable, load_set
-from flowrl.runtime.store import checkpoint
+from flowrl.runtime.store import checkpoint, history, lines
 from flowrl.training import loop
 from flowrl.training.records import NothingTrained
+from flowrl.training.run import recorded
 from flowrl.training.watch.guards import Dead, Guards, signs
 
 CELLS = Path(__file__).parents[2] / "docs/results/cells"
@@ -214,6 +217,21 @@ def test_a_reward_that_hangs_ends_the_run_after_a_checkpoint(tmp_path):
     with pytest.raises(RewardUnavailable, match='reward "custom" did not return within 2 seconds'):
         made.run()
     assert saved(made.path) == "step-000001"
+    line = history.read(made.path)[-1]
+    assert (line["event"], line["iteration"]) == ("failed", 1)
+    assert line["what"].startswith('reward "custom" did not return within 2 seconds')
+
+
+def test_a_run_that_fails_on_a_full_disk_says_its_own_error(tmp_path, monkeypatch):
+    (tmp_path / history.FILE).touch()
+    monkeypatch.setattr(lines, "append", Mock(side_effect=OSError(28, "No space left on device")))
+    source = SimpleNamespace(world=SimpleNamespace(main=True))
+    parts = SimpleNamespace(path=tmp_path, source=source)
+    with (
+        pytest.raises(RuntimeError, match="own"),
+        recorded(SimpleNamespace(parts=parts, iteration=3)),
+    ):
+        raise RuntimeError("own")
 
 
 def test_the_limit_of_the_config_reaches_the_rewards(tmp_path):

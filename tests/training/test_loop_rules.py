@@ -4,16 +4,18 @@ proved, what a stop leaves."""
 import shutil
 import signal
 import time
+import warnings
 
 import pytest
 import small
 import torch
+from accelerate.utils import LoggerType
 
 import flowrl
 from flowrl.config import build
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 from flowrl.rollouts import draw
-from flowrl.runtime import signals
+from flowrl.runtime import install, signals
 from flowrl.runtime.processes import world as distributed
 from flowrl.runtime.store import checkpoint
 from flowrl.training import loop
@@ -336,12 +338,19 @@ def test_a_linear_schedule_does_not_start_where_the_model_knows_nothing(tmp_path
 
 
 def test_a_tracker_without_its_package_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("accelerate.tracking.is_wandb_available", lambda: False)
-    with (
-        pytest.warns(UserWarning, match="no supported trackers"),
-        pytest.raises(ValueError, match=r"wandb is not installed; .*\[wandb\]', or leave"),
+    monkeypatch.setattr(install, "find_spec", lambda package: None)
+    for names, said in (
+        (["wandb"], r"wandb is not installed; .*\[wandb\]', or leave"),
+        (["aim"], "aim is not installed; pip install aim, or leave it out"),
+        (["tensorbord"], 'unknown tracker "tensorbord"; did you mean "tensorboard"'),
     ):
-        distributed.start("no", ["wandb"], tmp_path)
+        with warnings.catch_warnings(), pytest.raises(ValueError, match=said):
+            warnings.simplefilter("error")  # accelerate warns first, in words of its own
+            distributed.start("no", names, tmp_path)
+
+
+def test_all_trackers_of_accelerate_are_known():
+    assert {kind.value for kind in LoggerType} == {*install.TRACKERS}
 
 
 def test_a_resumed_run_stays_in_its_folder(tmp_path):

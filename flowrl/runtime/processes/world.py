@@ -39,7 +39,7 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from flowrl.runtime.install import line_for
+from flowrl.runtime.install import check_trackers
 from flowrl.runtime.log import logger
 from flowrl.runtime.processes import shares
 from flowrl.runtime.processes.in_step import InStep
@@ -63,6 +63,7 @@ def start(
     for the others.
     """
     check_launcher(os.environ, precision)
+    check_trackers(trackers)
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
     # an earlier run in this process may have had another precision
@@ -84,14 +85,6 @@ def start(
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
     if not accelerator.is_main_process:
         logger.setLevel(logging.ERROR)  # the main process alone says what all would say
-    found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
-    missing = set(trackers) - found - {"all"}
-    if missing:
-        name = sorted(missing)[0]
-        raise ValueError(
-            f"trackers={trackers}: {name} is not installed;"
-            f" {line_for(name) or 'install it'}, or leave it out"
-        )
     return accelerator
 
 

@@ -14,8 +14,8 @@ FILE = "history.jsonl"
 
 
 def add(run: Path, event: str, *, iteration: int, **facts: Any) -> None:
-    """Append a line. event: started, resumed, changed, lost, damaged, ended ... iteration: how many
-    are finished. facts: anything json can hold."""
+    """Append a line. event: started, resumed, changed, lost, damaged, failed, ended ... iteration:
+    how many are finished. facts: anything json can hold."""
     row = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "event": event,
