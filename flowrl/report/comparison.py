@@ -120,7 +120,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _over_prompts(metric: str, runs: Sequence[ComparedRun]) -> Sequence[float | None]:
-    """Interval of the gain over prompts; none where the runs were not evaluated on the same."""
+    """Interval of the gain over prompts; none of one prompt, nor where the runs were not evaluated
+    on the same."""
     if len(runs) == 1:
         return runs[0].paired[metric]["ci"] or (None, None)
     sides = [[run.row(side) for run in runs] for side in ("before", "after")]
@@ -128,6 +129,8 @@ def _over_prompts(metric: str, runs: Sequence[ComparedRun]) -> Sequence[float | 
     texts = [row.get("prompts") or [] for side in sides for row in side]
     images = {len(own) for side in values for own in side}
     if len(images) != 1 or not texts[0] or any(own != texts[0] for own in texts):
+        return None, None
+    if all(None in image for image in zip(*values[0], *values[1], strict=True)):
         return None, None
     groups = [texts[0][i % len(texts[0])] for i in range(images.pop())]
     known = ([[math.nan if v is None else v for v in own] for own in side] for side in values)

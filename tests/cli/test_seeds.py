@@ -12,6 +12,7 @@ import small
 
 from flowrl.cli import seeds as several
 from flowrl.config.load import load_config, read_config
+from flowrl.report import comparison
 
 # a process that takes the place of flowrl: it writes its words, and fails or waits as told
 STUB = """
@@ -46,7 +47,7 @@ def here(monkeypatch, broken=()):
 def test_seeds_are_trained_compared_and_gone_on_with(out, monkeypatch):
     """Seed 1 fails: seed 0 is trained and compared, exit code 1; the same command trains seed 1
     alone; a run that a signal stopped is resumed."""
-    words = small.words(out, iterations="1", optimizer__lr="1e-2")
+    words = small.words(out, iterations="1", optimizer__lr="1e-2", eval__images="8")
     trained = here(monkeypatch, broken="1")
     result = small.invoke("train", *words, "--seeds", "1,0")
     assert result.exit_code == 1 and trained == [("start", "1"), ("start", "0")], result.output
@@ -58,6 +59,12 @@ def test_seeds_are_trained_compared_and_gone_on_with(out, monkeypatch):
     result = small.invoke("train", *words, "--seeds", "0", "1")
     assert result.exit_code == 0 and trained == [("start", "1")], result.output
     assert "Seed 0 (1 of 2) is finished" in result.output
+    rows = json.loads((out / "seed-1" / "evaluation.json").read_text())["rows"]
+    assert len(rows[0]["prompts"]) == rows[0]["images"] == 8
+    groups = comparison.grouped([out / "seed-0", out / "seed-1"], "algorithm")
+    found = comparison.numbers_of("jpeg", "nft", groups["nft"])
+    assert found["prompts_low"] < found["gain"] < found["prompts_high"]
+    assert found["seeds_low"] < found["gain"] and comparison.notes(groups) == []
     page = (out / "comparison.html").read_text()
     assert "2 runs compared" in page and "seed-1" in page
 
@@ -91,7 +98,9 @@ def test_each_seed_is_a_process_and_one_that_fails_stops_no_other(tmp_path, out,
         assert (cfg.seed, str(cfg.output)) == (seed, f"{out}/seed-{seed}")
 
 
-def test_a_signal_reaches_the_run_and_starts_no_other(tmp_path, out, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_run_and_starts_no_other(tmp_path, out, monkeypatch, number):
+    """SIGTERM to the command alone; Ctrl-C to all processes of the terminal."""
     ran = stub(tmp_path, monkeypatch, sleep="seed-0")
     code = (
         "from flowrl.cli import seeds; from flowrl.cli.main import main;"
@@ -99,11 +108,11 @@ def test_a_signal_reaches_the_run_and_starts_no_other(tmp_path, out, monkeypatch
     )
     words = ["train", "quickstart", f"output={out}", "--seeds", "0,1"]
     command = [sys.executable, "-c", code, *words]
-    whole = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    whole = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     until = time.monotonic() + 60
     while not (tmp_path / "log.jsonl").exists() and time.monotonic() < until:
         time.sleep(0.05)
-    whole.send_signal(signal.SIGTERM)
+    (os.kill if number == signal.SIGTERM else os.killpg)(whole.pid, number)
     _, said = whole.communicate(timeout=30)
     assert whole.returncode == 1 and "not finished: seed 0, 1" in said and len(ran()) == 1
 

@@ -1,6 +1,7 @@
 """Several runs side by side: the table says what docs/results says of the same runs, intervals are
 over seeds only where there are seeds, and what does not compare is said."""
 
+import copy
 import csv
 import json
 import math
@@ -174,6 +175,24 @@ def test_what_does_not_compare_is_said(twelve, tmp_path, change, said):
         "report", twelve[0], other, "--group", "algorithm", "-o", tmp_path / "p.html"
     )
     assert said in " ".join(result.output.split()) and said in (tmp_path / "p.html").read_text()
+
+
+def test_runs_without_a_picture_that_both_scored_have_no_interval_over_prompts(twelve, tmp_path):
+    places = [shutil.copytree(path, tmp_path / path.name) for path in twelve[:2]]
+    for k, place in enumerate(places):
+        file = place / "evaluation.json"
+        record = json.loads(file.read_text())
+        for evaluation in record["rows"]:
+            values = evaluation["values"]["shapes/strict"]
+            evaluation["values"]["shapes/strict"] = [
+                v if i % 2 == k else None for i, v in enumerate(values)
+            ]
+        file.write_text(json.dumps(record))
+    found = row(compared(*places, key="algorithm"), "nft")
+    assert found["prompts_low"] is None and found["seeds_low"] < found["gain"]
+    alone = copy.deepcopy(compared(places[0])[str(places[0])])
+    alone[0].paired["shapes/strict"]["ci"] = None  # it was evaluated on one prompt
+    assert comparison.numbers_of("shapes/strict", "a", alone)["prompts_low"] is None
 
 
 def test_a_run_without_an_evaluation_still_has_curves_and_cost(twelve, tmp_path):
