@@ -63,7 +63,6 @@ def check(
 ) -> None:
     """Look at a model or a reward before training. Shows what was inferred about a model and how
     exactly it replays, or tries a reward on pictures whose truth is known."""
-    pictures = {"media": media, "count": count, "frames": frames}
     with one_sentence_errors():
         # a command checks either a model or a reward, each with the options that it reads
         if (model is None) == (not reward):
@@ -74,9 +73,11 @@ def check(
             entries = parse_rewards(reward)
             if prompts and not media:
                 raise ValueError("--prompts are those of --media; give --media too")
-            own = {**pictures, "prompts": Path(prompts) if prompts else None}
-            _check_rewards(entries, own, json)
-        elif json or any(pictures.values()):
+            if media and frames:
+                drawn = f"--frames {frames} is of videos that are drawn"
+                raise ValueError(f"{drawn}, and --media names images; leave one of them out")
+            _check_rewards(entries, media, prompts, count, frames, json)
+        elif json or media or count or frames:
             options = "--media, --count, --frames and --json"
             raise ValueError(f"{options} are for a reward; give --reward NAME too")
         elif model is not None:
@@ -111,18 +112,24 @@ def _check_model(
 
 
 def _check_rewards(
-    entries: dict[str, dict[str, Any]], pictures: dict[str, Any], json: str | None
+    entries: dict[str, dict[str, Any]],
+    media: list[Path] | None,
+    prompts: str | None,
+    count: int | None,
+    frames: int | None,
+    json: str | None,
 ) -> None:
-    """Print the findings about each reward on pictures; exit code 1 where a check failed."""
+    """Print the findings about each reward on the user's own pictures, or on drawn ones whose truth
+    is known; exit code 1 where a check failed."""
     from flowrl.rewards import load_set
     from flowrl.rewards.checks import check as checks
+    from flowrl.rewards.checks import examples
 
-    if pictures["media"] and pictures["frames"]:
-        drawn = f"--frames {pictures['frames']} is of videos that are drawn"
-        raise ValueError(f"{drawn}, and --media names images; leave one of them out")
-    found = {}
+    listed, found = Path(prompts) if prompts else None, {}
     for label, reward in load_set(entries).rewards.items():
-        found[label] = checks.check(reward, _examples(reward, **pictures))
+        own = examples.files(reward, media, prompts=listed, most=count or 16) if media else []
+        shown = own or examples.fits(reward, count=count, frames=frames)
+        found[label] = checks.check(reward, shown)
         if json != "-":
             needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
             echo(f"{label}: {reward.scale}\nneeds: {needs}")
@@ -134,18 +141,3 @@ def _check_rewards(
     as_json({label: [asdict(finding) for finding in own] for label, own in found.items()}, json)
     if any(map(checks.failed, found.values())):
         raise typer.Exit(1)
-
-
-def _examples(
-    reward: Any,
-    *,
-    media: list[Path] | None,
-    prompts: Path | None,
-    count: int | None,
-    frames: int | None,
-) -> Any:
-    """The user's own pictures, or drawn ones whose truth is known."""
-    from flowrl.rewards.checks import examples
-
-    own = examples.files(reward, media, prompts=prompts, most=count or 16) if media else []
-    return own or examples.fits(reward, count=count, frames=frames)

@@ -20,15 +20,12 @@ from flowrl.runtime.text import error_text, one_line, visible
 
 def complete_words(ctx: typer.Context, incomplete: str) -> list[str]:
     """Complete a word of a config: an experiment, GROUP=OPTION or KEY=."""
-    from flowrl.config.compose import GROUPS, options
+    from flowrl.config.compose import GROUPS, names
     from flowrl.config.load import keys
     from flowrl.config.schema import Config
-    from flowrl.runtime.registry import shipped
 
-    named = {group: options(group) for group in GROUPS}
-    named["reward"] = shipped("flowrl.rewards")
-    words = [f"{group}={name}" for group, names in named.items() for name in names]
-    words += [*named["experiment"], *(f"{key}=" for key in keys(Config, sections=False))]
+    words = [f"{group}={name}" for group in GROUPS for name in names(group)]
+    words += [*names("experiment"), *(f"{key}=" for key in keys(Config, sections=False))]
     # bash passes "=" as a word of its own, and completes the text after it
     given = "".join([*(ctx.params.get("overrides") or ())][-2:])
     begun = given if given.endswith("=") else ""

@@ -105,7 +105,9 @@ def evaluate(
         for run in runs:
             config_file(run)  # raises ValueError where the folder is not a run
 
+        from flowrl.evaluation.of_run import evaluate_run
         from flowrl.evaluation.places import places
+        from flowrl.report import terminal
         from flowrl.runtime.processes.world import here
 
         log.hush()
@@ -114,22 +116,10 @@ def evaluate(
             chosen = {"seed": seed or 0, **how, **of_suites, **words}
             _evaluate_suite(runs, suite, output, world, json, **chosen)
         else:
-            with places(runs, output, DOING, world) as into:
-                _evaluate_run(runs[0], into[runs[0]], world, json, seed=seed, **how)
-
-
-def _evaluate_run(
-    run: Path, into: Path, world: Any, json: str | None, *, images: int | None, **chosen: Any
-) -> None:
-    """Add a row to the evaluation.json of a run, or of the folder `into`. chosen: steps, guidance,
-    rlg, seed; None: as the run did. world: the processes that share it."""
-    from flowrl.evaluation.of_run import evaluate_run
-    from flowrl.report import terminal
-
-    with one_sentence_errors(disk=1):
-        found = evaluate_run(run, images=images, into=into, world=world, **chosen)
-        if world.main and not as_json(found, json):
-            show(terminal.evaluation_table(found))
+            with places(runs, output, DOING, world) as into, one_sentence_errors(disk=1):
+                found = evaluate_run(runs[0], into=into[runs[0]], world=world, seed=seed, **how)
+                if world.main and not as_json(found, json):
+                    show(terminal.evaluation_table(found))
 
 
 def _evaluate_suite(

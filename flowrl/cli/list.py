@@ -24,21 +24,17 @@ def list_choices(
     json: Json = None,
 ) -> None:
     """List what a config can name."""
-    from flowrl.config.compose import GROUPS, installed, options
+    from flowrl.config.compose import GROUPS, names
     from flowrl.runtime.excerpt import part
-    from flowrl.runtime.registry import choices, did_you_mean
-
-    def names(group: str) -> list[str]:
-        return sorted({*options(group), *installed(group)})
+    from flowrl.runtime.registry import did_you_mean
 
     # name of a list -> function that makes it; "data" and "memory" have no plural
     kinds: dict[str, Callable[[], list[str]]] = {
         (group if group in ("data", "memory") else f"{group}s"): partial(names, group)
         for group in GROUPS
     }
-    kinds["rewards"] = partial(choices, "flowrl.rewards")
     kinds["samplers"] = part("flowrl.samplers.sde", "choices")
-    kinds["suites"] = partial(options, "suite")
+    kinds["suites"] = partial(names, "suite")
     with one_sentence_errors():
         if what is not None and what not in kinds:
             raise ValueError(f'unknown list "{what}"{did_you_mean(what, kinds)}')

@@ -176,8 +176,7 @@ def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> No
     elif own := section_of(group, str(value)):
         line.options[group], line.own[group] = None, own
     else:
-        rewards = registry.choices("flowrl.rewards") if group == "reward" else []
-        near = registry.did_you_mean(str(value), {*options(group), *rewards, *installed(group)})
+        near = registry.did_you_mean(str(value), names(group))
         several = str(value).split(",")
         near = as_loop(group, several) if len(several) > 1 else near
         problems.append(f'unknown {group} "{value}"{near}')
@@ -197,6 +196,12 @@ def section_of(group: str, value: str) -> Tree:
         return {"name": value}
     named = here or value.startswith("hf:")  # a function in a file, or a dataset on the hub
     return {"train": value, "eval": None} if group == "data" and named else {}
+
+
+def names(group: str) -> list[str]:
+    """Names that `group=` takes: files of configs/, rewards, and those of installed packages."""
+    rewards = registry.choices("flowrl.rewards") if group == "reward" else []
+    return sorted({*options(group), *rewards, *installed(group)})
 
 
 def installed(group: str) -> list[str]:

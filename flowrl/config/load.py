@@ -30,7 +30,6 @@ from flowrl.config.overrides import as_loop
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.config.section import NotNamed
 from flowrl.rewards.core.find import setting_kinds
-from flowrl.rewards.core.rules import TEXTS
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
 from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
@@ -95,8 +94,6 @@ def _kinds_of(key: str, tree: Any) -> Kinds:
     match key.split("."):
         case ["model", "pipeline", argument]:
             return kinds_of_argument(argument)
-        case ["reward", _, setting] if setting in TEXTS:
-            return TEXT
         case ["reward", label, setting, *path]:
             name = str(OmegaConf.select(tree, f"reward.{label}.name") or label)
             return setting_kinds(name, [setting, *path])

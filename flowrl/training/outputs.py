@@ -61,7 +61,8 @@ def start(trainer: Running) -> None:
     if main:
         files.clean(parts.path, owned=True)
         write_config(parts.path, cfg)
-        files.write(parts.path / "environment.json", json.dumps(environment() | _live(cfg)))
+        live = {f"live {argument}": label for argument, label in named(cfg).items()}
+        files.write(parts.path / "environment.json", json.dumps(environment() | live))
         truncate_metrics(parts.path, trainer.iteration)
     start_trackers(parts, trainer.iteration)
     if trainer.started:
@@ -88,11 +89,6 @@ def rehearse(trainer: Running) -> None:
     finally:
         if parts.lock:
             parts.lock.withdraw()
-
-
-def _live(cfg: Config) -> dict[str, str]:
-    """Name the live objects of the run, for environment.json."""
-    return {f"live {argument}": label for argument, label in named(cfg).items()}
 
 
 def start_trackers(parts: RunParts, iteration: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.rewards.core.rules import settings_of
+from flowrl.rewards.core.rules import TEXTS, settings_of
 from flowrl.rewards.core.settings import Settings, parse
 from flowrl.runtime import registry
-from flowrl.runtime.typed_text import Kinds, kinds_at
+from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at
 
 PACKAGE = "flowrl.rewards"
 
@@ -24,7 +24,9 @@ def settings_class(name: str) -> type[Settings]:
 
 
 def setting_kinds(name: str, path: Sequence[str]) -> Kinds:
-    """Types that a setting of reward `name` takes; none if the reward is not known."""
+    """Types that a key of an entry for reward `name` takes; none if the reward is not known."""
+    if path[0] in TEXTS:
+        return TEXT
     try:
         return kinds_at(settings_class(name), path)
     except ValueError:  # loading the reward reports the mistake

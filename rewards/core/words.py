@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowrl.rewards.core.find import setting_kinds
-from flowrl.rewards.core.rules import TEXTS
-from flowrl.runtime.typed_text import TEXT, value_of
+from flowrl.runtime.typed_text import value_of
 
 
 def parse_words(words: Sequence[str], names: Mapping[str, str] = {}) -> dict[str, dict[str, Any]]:
@@ -91,8 +90,7 @@ def _entered(word: Word, name: str, entry: dict[str, Any]) -> bool:
         return False
     try:
         if word.setting and word.value is not None:
-            kinds = TEXT if word.setting in TEXTS else setting_kinds(name, path)
-            _put(entry, path, value_of(word.value, kinds))
+            _put(entry, path, value_of(word.value, setting_kinds(name, path)))
         elif word.value is not None:
             entry["weight"] = float(word.value)
     except ValueError:
