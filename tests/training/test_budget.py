@@ -327,10 +327,10 @@ def test_a_run_takes_its_iterations_evaluations_and_loading(planner):
     assert told.run["loading"] > 0
     assert told.run["total"] == pytest.approx(sum(v for k, v in told.run.items() if k != "total"))
     more = plan("eval.baseline_guidance=null", "eval.images=1024", "eval.steps=32")
-    sampled = told.evaluations, more.evaluations
+    sampled = told.run["evaluations"], more.run["evaluations"]
     assert 2 * sampled[0] < sampled[1] < 4.001 * sampled[0]  # decoding takes no more steps
-    assert plan().evaluations > 1.5 * told.evaluations
-    assert plan("data.eval=null").evaluations == 0
+    assert plan().run["evaluations"] > 1.5 * told.run["evaluations"]
+    assert plan("data.eval=null").run["evaluations"] == 0
     assert (hours(0), hours(61), hours(12 * 3600 - 1)) == ("0:00", "0:02", "12:00")
 
 

@@ -68,8 +68,7 @@ class Budget:
     first: dict[str, int]  # metric -> network rows of the first iteration
     reduced: dict[str, float]  # cost of gradients summed over processes: "gb" and "seconds"
     iterations: int  # number of iterations of the whole run
-    evaluations: float  # seconds of all evaluations of the run
-    loading: float  # seconds in which weights are read
+    beside: dict[str, float]  # seconds of all "evaluations" of the run, and of "loading" weights
     parameters: dict[str, int]  # number of weights in the "network" and of "trained" ones
     notes: list[str] = field(default_factory=list)  # sentences about what the budget does not count
 
@@ -106,13 +105,8 @@ class Budget:
     @property
     def run(self) -> dict[str, float]:
         """Seconds of a whole run, by what takes them; without rewards."""
-        iterations = self.iterations * self.seconds
-        return {
-            "iterations": iterations,
-            "evaluations": self.evaluations,
-            "loading": self.loading,
-            "total": iterations + self.evaluations + self.loading,
-        }
+        parts = {"iterations": self.iterations * self.seconds, **self.beside}
+        return parts | {"total": sum(parts.values())}
 
     @property
     def utilisation(self) -> float:
@@ -214,8 +208,10 @@ class Planner:
             first=whole.first,
             reduced=self._reduced(cfg),
             iterations=cfg.iterations,
-            evaluations=evaluations(cfg, self.costs, weights, self.gpus),
-            loading=loading(self.policy, self.rewards + self.features),
+            beside={
+                "evaluations": evaluations(cfg, self.costs, weights, self.gpus),
+                "loading": loading(self.policy, self.rewards + self.features),
+            },
             parameters={"network": self.parameters, "trained": self._numbers},
             notes=_notes(cfg, self.device, self.scorers),
         )
