@@ -88,7 +88,7 @@ def test_so_it_is_in_words_of_rewards(word):
         (["score", "a.png", "", "--reward", "jpeg"], "media"),
         (["score", "a.png", "--reward", "jpeg", "--reward", ""], "--reward"),
         (["evaluate", "run", "--suite", ""], "--suite"),
-        (["report", ""], "run"),
+        (["report", ""], "runs"),
         (["check", ""], "model"),
         (["serve", "jpeg", "--token-env", ""], "--token-env"),
     ],
