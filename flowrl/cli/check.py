@@ -130,7 +130,7 @@ def _check_rewards(
         own = examples.files(reward, media, prompts=listed, most=count or 16) if media else []
         shown = own or examples.fits(reward, count=count, frames=frames)
         found[label] = checks.check(reward, shown)
-        if json != "-":
+        if json != "-":  # with "-", stdout holds nothing but the JSON
             needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
             echo(f"{label}: {reward.scale}\nneeds: {needs}")
             show(checks.table(found[label]))
