@@ -11,6 +11,7 @@ import sys
 import tomllib
 
 import config_reference as reference
+import from_code
 import pytest
 import torch
 import yaml
@@ -271,6 +272,24 @@ def test_every_metric_that_code_writes_is_explained():
         "time/advantages",
     } <= written
     assert not [metric for metric in written if f"`{metric}`" not in explained]
+
+
+def test_words_of_other_trainers_and_the_files_of_methods_are_those_of_the_code():
+    made = {path.relative_to(ROOT).as_posix(): text for path, text in from_code.pages().items()}
+    wrong = [page for page, text in made.items() if PAGES[page] != text]
+    assert not wrong, f"{wrong}: run python scripts/docs/from_code.py"
+    grpo = "`flowrl/algorithms/grpo.py`, `flowrl/algorithms/common/transitions.py`"
+    assert f"{grpo}, `samplers/flow_sde.py`.\n" in made["docs/algorithms/flow_grpo.md"]
+    assert "| `learning_rate`, `unet_lr` | optimizer.lr |" in made["docs/coming_from.md"]
+    assert len(made) == 1 + len(ALGORITHMS)
+
+
+def test_the_readme_cites_what_citation_cff_says():
+    said = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    entry = PAGES["README.md"].split("```bibtex\n")[1].split("```")[0]
+    for key in ("title", "version", "license"):
+        assert f"  {key} = {{{said[key]}}}" in entry
+    assert said["authors"][0]["name"] in entry and said["version"] == flowrl.__version__
 
 
 # --- the overview of algorithms

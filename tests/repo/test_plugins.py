@@ -64,10 +64,11 @@ def test_the_page_holds_the_files_that_it_talks_about():
     assert list(FILES) == [
         *(f"mine/{name}.py" for name in ("run", "go_on", "red", "reinforce", "steps", "prompts")),
         "mine/model.py",
+        "mine/soft.py",
         "package/pyproject.toml",
         "package/flowrl_mine.py",
     ]
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
 
 
 def test_the_script_with_objects_runs_goes_on_and_is_evaluated(folder, monkeypatch):
@@ -95,11 +96,20 @@ def test_the_script_with_objects_runs_goes_on_and_is_evaluated(folder, monkeypat
     assert rows[-1]["name"] == "evaluate, 4 steps, guidance none, seed 0"
 
 
-@pytest.mark.parametrize("words", COMMANDS[:5], ids=" ".join)
+@pytest.mark.parametrize("words", COMMANDS[:6], ids=" ".join)
 def test_each_command_composes_alone(folder, words):
     cfg = load.load_config(None, words[1:])
     named = [value for value in load.flatten(cfg.model_dump()).values() if registry.is_place(value)]
     assert named and all(value.startswith(f"{folder}/mine/") for value in named)
+
+
+def test_the_variant_of_flow_grpo_has_all_its_settings(folder):
+    names = dict.fromkeys(("algorithm.name", "algorithm.label"))
+    variant, flow_grpo = (
+        load.flatten(load.load_config(None, words).model_dump()) | names
+        for words in (COMMANDS[5][1:], ["algorithm=flow_grpo"])
+    )
+    assert variant == flow_grpo
 
 
 def test_files_train_together_and_an_edited_one_is_noticed(folder):
