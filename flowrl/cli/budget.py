@@ -40,41 +40,31 @@ def budget(
         log.logger.info("rehearse two iterations, without weights: a minute or so")
         with log.waiting("rehearse"):
             from flowrl.training.budget import fit, roofline
-            from flowrl.training.budget.planner import Planner, check_known
+            from flowrl.training.budget.planner import Planner
 
             log.hush()
-            # mistakes are reported before an architecture is built, which takes seconds
-            check_known(cfg, gpus, machines)
             where = roofline.device(device).over(machines, gpus)
             found = fit.fit(Planner(cfg, where, gpus=gpus))
-        printed = as_json(fit.record(found), json_)
-    if not printed:
-        _print(found, cfg)
-    if found.fits is False:
-        raise typer.Exit(1)
-
-
-def _print(found: Any, cfg: Any) -> None:
-    """Print whether the run fits, the tables, and the settings of other cards, which a table would
-    cut where a terminal is narrow."""
-    from flowrl.training.budget import fit
-
-    steps = {card: found.on(free) for card, free in fit.CARDS.items()}
-    changed = {card: step.settings for card, step in steps.items() if step and step.settings}
-    if said := fit.verdict(found):
-        show(f"{said}\n", wrap=True)
-    for table in tables(found, cfg):
-        show(table)
-    for card, settings in changed.items():
-        show(f"To fit {card} GB, add {fit.as_words(settings)}", wrap=True)
-    for note in found.own.notes:
-        show(f"Note: {note}.", wrap=True)
+        if not as_json(fit.record(found), json_):
+            if said := fit.verdict(found):
+                show(f"{said}\n", wrap=True)
+            for table in tables(found, cfg):
+                show(table)
+            # a table would cut these where a terminal is narrow
+            for card, free in fit.CARDS.items():
+                if (step := found.on(free)) and step.settings:
+                    show(f"To fit {card} GB, add {fit.as_words(step.settings)}", wrap=True)
+            for note in found.own.notes:
+                show(f"Note: {note}.", wrap=True)
+        if found.fits is False:
+            raise typer.Exit(1)
 
 
 def tables(found: Any, cfg: Any) -> list[Any]:
     """A budget as tables: each phase, the whole run, what stays, and the cards."""
     from rich.table import Table
 
+    from flowrl.training.budget.fit import CARDS
     from flowrl.training.budget.whole_run import hours
 
     # First table: one row for each phase of an iteration.
@@ -101,14 +91,12 @@ def tables(found: Any, cfg: Any) -> list[Any]:
     total = f"{b.seconds:.3g}", f"{b.flops / 1e12:.4g}"
     phases.add_row("an iteration", f"{b.peak:.2f}", "", *total, "", style="bold")
 
-    # Second table: from the start of the run to its end.
     run = Table(title=f"The run of {b.iterations} iterations, without rewards")
     for name in ("part", "h:min"):
         run.add_column(name, justify="left" if name == "part" else "right")
     for name, seconds in b.run.items():
         run.add_row(name, hours(seconds), style="bold" if name == "total" else None)
 
-    # Third table: what stays in memory from phase to phase.
     stays = Table(title=f"What stays, GB ({b.parameters['trained']:,} trained weights)")
     for name in ("of", "GB"):
         stays.add_column(name, justify="left" if name == "of" else "right")
@@ -117,27 +105,14 @@ def tables(found: Any, cfg: Any) -> list[Any]:
     for name, size in b.fixed.items():
         stays.add_row(name, "off the card" if off.get(name) and not size else f"{size:.2f}")
 
-    return [phases, run, stays, _cards(found, b.device)]
-
-
-def _cards(found: Any, device: Any) -> Any:
-    """The table of the cards that hold the run, as it is or with other settings."""
-    from rich.table import Table
-
-    from flowrl.training.budget.fit import CARDS
-    from flowrl.training.budget.whole_run import hours
-
-    cards = Table(title=f"Cards ({device.source})")
-    on = f"on {device.name}"
+    cards = Table(title=f"Cards ({b.device.source})")
+    on = f"on {b.device.name}"
     for name in ("card", "fits", "needs GB", f"seconds an iteration {on}", f"h:min {on}"):
         cards.add_column(name, justify="left" if name in ("card", "fits") else "right")
     for card, free in CARDS.items():
         step = found.on(free)
-        if step is None:
-            cards.add_row(f"{card} GB", "no", f"{found.steps[-1].budget.needed:.1f}", "", "")
-            continue
-        how = "changed, see below" if step.settings else "yes"
-        needed, seconds = step.budget.needed, step.budget.seconds
-        whole = hours(step.budget.run["total"])
-        cards.add_row(f"{card} GB", how, f"{needed:.1f}", f"{seconds:.3g}", whole)
-    return cards
+        told = (step or found.steps[-1]).budget
+        how = "no" if step is None else "changed, see below" if step.settings else "yes"
+        took = (f"{told.seconds:.3g}", hours(told.run["total"])) if step else ()
+        cards.add_row(f"{card} GB", how, f"{told.needed:.1f}", *took)
+    return [phases, run, stays, cards]

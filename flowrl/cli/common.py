@@ -73,6 +73,7 @@ HELP = Path(__file__).with_name("help.yaml")
 REWARD = "NAME[=WEIGHT|.SETTING=VALUE]"
 LARGEST_SEED = 2**63 - 1
 MAY_BE_EMPTY = ("prompts", "--prompt")  # parameters whose text may be empty: they take prompts
+VALUES = {"--resume": "runs/mine", "--json": "-"}  # option -> a value that it takes
 MOST = 20  # most lines of wrong settings that are printed
 
 
@@ -131,6 +132,8 @@ def usage_errors(command: Any) -> Iterator[None]:
         unknown = option and option not in own  # else it lacks its value
         said = _unknown_option(option, own) if unknown else error.format_message().rstrip(".")
         whole = " ".join(dict.fromkeys(("flowrl", command.name)))
+        if option and not unknown:
+            said = f"{option} needs a value: {whole} {option} {VALUES.get(option, 'VALUE')}"
         complain(f"{said} (`{whole} -h` shows how it is written)")
         raise typer.Exit(2) from None
 
@@ -217,7 +220,7 @@ def complain(*problems: object) -> None:
 
 def parse_config(overrides: list[str] | None) -> Any:
     """Load the Config of a command line: a file or an experiment, changed by the words after it."""
-    from flowrl.config.compose import options
+    from flowrl.config.compose import GROUPS, options
     from flowrl.config.load import load_config
     from flowrl.runtime.registry import did_you_mean
 
@@ -226,9 +229,9 @@ def parse_config(overrides: list[str] | None) -> Any:
         return load_config(None, words)
     name = words.pop(0)
     if not name.endswith((".yaml", ".yml")) and name not in experiments:
-        raise ValueError(
-            f'"{name}" is not a YAML file, experiment or key=value{did_you_mean(name, experiments)}'
-        )
+        near = [f"; write {g}={name}" for g in GROUPS if name in options(g)]
+        near = near or [did_you_mean(name, experiments)]
+        raise ValueError(f'"{name}" is not a YAML file, experiment or key=value{near[0]}')
     return load_config(name, words)
 
 
@@ -351,8 +354,7 @@ def show(printed: object, *, wrap: bool = False) -> None:
     whole, so that a path can be copied."""
     from flowrl.runtime.terminal import Terminal
 
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = None if known else 1000
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000
     Terminal(file=sys.stdout, width=width).print(printed, soft_wrap=wrap)
 
 

@@ -36,7 +36,8 @@ Model = Annotated[
     ),
 ]
 Prompts = Annotated[
-    list[str], typer.Argument(help="Prompts, files of them, or other sources as of data.train.")
+    list[str] | None,
+    typer.Argument(help="Prompts, files of them, or other sources as of data.train."),
 ]
 Lora = Annotated[Path | None, typer.Option(help="A run folder, or a LoRA of any trainer.")]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
@@ -97,7 +98,7 @@ LITTLE = frozenset(["a", "an", "and", "at", "in", "of", "on", "the", "with"])  #
 
 def generate(
     model: Model,
-    prompts: Prompts,
+    prompts: Prompts = None,
     lora: Lora = None,
     steps: Steps = 28,
     guidance: Guidance = "pipeline",
@@ -120,7 +121,7 @@ def generate(
     log.setup()
     with one_sentence_errors():
         # words first: so far nothing imports torch
-        model = expanded(model)
+        model, prompts = expanded(model), prompts or []
         _judge(model, prompts, lora, output, pipeline, rlg)
         named = parse_columns(columns)
         how: dict[str, Any] = {"steps": steps, "seed": seed, "rlg": rlg, "best_of": best_of}
@@ -165,6 +166,9 @@ def _judge(
     rlg: float,
 ) -> None:
     """Raise ValueError for what is wrong with these words, before torch is imported."""
+    if not prompts:
+        own = f'model? flowrl generate shapes-sd3 "{model}"' if " " in model else ""
+        raise ValueError(f"which {own or f'prompt? flowrl generate {model} PROMPT'}")
     if output:
         part("flowrl.data.media", "check_output")(output)
     if lora and not lora.exists():

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import complain, next_steps, one_sentence_errors, parse_config
+from flowrl.cli import common
+from flowrl.runtime.excerpt import part
 
 QUESTIONS = {  # option -> what is asked, and its default: for shapes-sd3, and for other models
     "model": ("Model: a name of `flowrl list models`, a folder or a hub id", "shapes-sd3", ""),
     "reward": ("Reward: a name of `flowrl list rewards`, or FILE.py:NAME", "shapes", "pickscore"),
     "prompts": ("Prompts: a file of them, or a name of `flowrl list data`", "shapes", "everyday"),
     "memory": (
-        "Memory of the card: 24gb, 40gb, 80gb, or none: as the model has it",
+        "Card: 24gb, 40gb, 80gb or its name (weights stay whole where the model's recipe has them"
+        " so), or none: as the model has it",
         "none",
         "none",
     ),
@@ -42,7 +45,7 @@ def init(
 
     given = {"model": model, "reward": reward, "prompts": prompts, "memory": memory}
     answers = {name: usual for name, (_, usual, _) in QUESTIONS.items()}
-    with one_sentence_errors():
+    with common.one_sentence_errors():
         if file.suffix not in (".yaml", ".yml"):
             raise ValueError(f'"{file}" should end in .yaml, as {file.with_suffix(".yaml")} does')
         if file.exists():
@@ -51,8 +54,10 @@ def init(
             if text is None and not yes and not sys.stdin.isatty():
                 raise ValueError(f"questions are asked on a terminal; give --{name}, or --yes")
             answers = _answered(answers, name, text, ask=not yes)
-        write(file, _filled(file, answers))
-    next_steps(f"flowrl train {file} --dry-run", f"flowrl train {file}")
+        write(file, text := _filled(file, answers))
+    if "\n  eval: null" in text:
+        typer.echo("No held-out prompts: no evaluation; data.eval=FILE names some.", err=True)
+    common.next_steps(f"flowrl train {file} --dry-run", f"flowrl train {file}")
 
 
 def _answered(
@@ -64,29 +69,41 @@ def _answered(
     while True:
         text = given or (typer.prompt(question, default, err=True) if ask else default)
         try:
-            parse_config(_words({**answers, name: text}))
+            common.parse_config(_words({**answers, name: text}))
             return {**answers, name: text}
         except ValueError as error:
             if given or not ask:
                 raise
-            complain(error)
+            common.complain(error)
 
 
 def _words(answers: dict[str, str]) -> list[str]:
     """The answers as words of a command line."""
     from flowrl.config.compose import options
-    from flowrl.runtime.paths import located, nearby
 
-    prompts, memory = answers["prompts"], answers["memory"]
+    prompts, memory = answers["prompts"], _preset(answers["model"], answers["memory"])
     words = [f"model={answers['model']}", f"reward={answers['reward']}"]
+    common.check_model(answers["model"])
     words += [f"memory={memory}"] * (memory != "none")
     if prompts in options("data"):
         return [*words, f"data={prompts}"]
-    if ":" not in prompts and not located(prompts).is_file():
-        raise ValueError(
-            f"there is no file {prompts}{nearby(prompts)}; name one, of a prompt a line"
-        )
+    part("flowrl.data.prompts", "check_source")(prompts)
     return [*words, "data=file", f"data.train={prompts}"]
+
+
+def _preset(model: str, card: str) -> str:
+    """The file of configs/memory for a card, which may be given by its name."""
+    from flowrl.config.compose import options
+
+    with suppress(ValueError):
+        free = part("flowrl.training.budget.roofline", "known_gpu")(card).memory + 1  # the driver's
+        card = max((p for p in options("memory") if int(p[:-2]) <= free), default=card)
+    if card in options("memory") and model == QUESTIONS["model"][1]:
+        return "none"  # it fits any card
+    recipe = (
+        common.parse_config([model]) if model in options("experiment") and card != "none" else None
+    )
+    return "80gb" if recipe and recipe.model.quantize == "none" else card
 
 
 def _filled(file: Path, answers: dict[str, str]) -> str:
@@ -96,20 +113,25 @@ def _filled(file: Path, answers: dict[str, str]) -> str:
     from flowrl.config.compose import options
     from flowrl.runtime.registry import label_of
 
-    cfg, label, model = parse_config(_words(answers)), label_of(answers["reward"]), answers["model"]
+    memory = _preset(answers["model"], answers["memory"])
+    cfg = common.parse_config(_words(answers))
+    data, label, model = cfg.data, label_of(answers["reward"]), answers["model"]
     recipe = "quickstart" if model == QUESTIONS["model"][1] else model
     # a recipe's own reward would stay beside another one
-    suits = recipe in options("experiment") and [*parse_config([recipe]).reward] == [label]
+    suits = recipe in options("experiment") and [*common.parse_config([recipe]).reward] == [label]
+    if suits:
+        cfg = common.parse_config([recipe, *[f"memory={memory}"] * (memory != "none")])
+        memory = "none" if cfg == common.parse_config([recipe]) else memory
     return (
         Environment(keep_trailing_newline=True)
         .from_string(TEMPLATE.read_text("utf-8"))
         .render(
-            **answers,
+            **(answers | {"memory": memory}),
+            cfg=cfg,
             file=file,
             recipe=recipe if suits else None,
             named=model in options("model"),
             label=label,
-            train=cfg.data.train,
-            held_out=cfg.data.eval,
+            data=data,
         )
     )

@@ -23,6 +23,7 @@ from flowrl.config.gone import without_gone
 from flowrl.config.overrides import Override, as_loop, parse_override
 from flowrl.runtime import registry, yaml_text
 from flowrl.runtime.log import logger
+from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import printable
 from flowrl.runtime.typed_text import Kinds
 
@@ -170,15 +171,21 @@ def read_command_line(
 
 def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> None:
     """Take `group=value`, which names a file of configs/ or something that needs none."""
+    file = str(value).rpartition(":")[0] if group in ("reward", "algorithm") else "."
     if value in options(group):
         line.options[group] = value
         line.own.pop(group, None)
+    elif str(value).endswith(".py"):
+        problems.append(f"{group}={value}: a file needs a name in it: {group}={value}:NAME")
+    elif registry.is_place(value) and not located(file).exists():
+        problems.append(f"{group}={value}: there is no file {file}{nearby(file)}")
     elif own := section_of(group, str(value)):
         line.options[group], line.own[group] = None, own
     else:
         near = registry.did_you_mean(str(value), names(group))
         several = str(value).split(",")
         near = as_loop(group, several) if len(several) > 1 else near
+        near = '; did you mean "flow_grpo"?' if value == "grpo" else near
         problems.append(f'unknown {group} "{value}"{near}')
 
 
@@ -213,6 +220,8 @@ def start_over(tree: Any, line: CommandLine, chosen: str | None, schema_of: Any)
     """Drop the file's options where `algorithm.name=` names another method, as a section of a YAML
     file does. A method of one's own beside a file that was chosen keeps the options it knows."""
     named = [o.value() for o in line.values if o.key == "algorithm.name" and o.sign != "~"]
+    if named and named[-1] in set(options("algorithm")) - {*registry.choices("flowrl.algorithms")}:
+        raise ConfigError(f"{named[-1]} is a set of options: write algorithm={named[-1]}")
     if not named or named[-1] == tree.algorithm.get("name"):
         return
     name, given = named[-1], tree.algorithm
@@ -284,6 +293,8 @@ def options(group: str) -> list[str]:
 
 def read_yaml(path: Path) -> Tree:
     """Read a YAML file that holds a mapping; anything else -> ConfigError that names it."""
+    if not path.exists():
+        raise ConfigError(f"there is no file {path}{nearby(path)}")
     try:
         tree = without_gone(yaml_text.load(yaml_text.read(path)))
     except (OSError, ValueError) as error:

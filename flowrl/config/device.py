@@ -14,6 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from flowrl.runtime import registry
+from flowrl.runtime.excerpt import part
 from flowrl.runtime.log import logger
 from flowrl.runtime.processes.launcher import is_on
 
@@ -37,8 +38,9 @@ def on_this_device(source: str | None) -> dict[str, Any]:
     and are overridden by all that is stated; {} for named models and for those that code makes."""
     if source is None or registry.is_place(source) or registry.is_live(source):
         return {}
-    placed = "/" in source or Path(source).is_dir()
-    own = placed and not source.startswith("package:") and usual_device() == "cuda"
+    placed = "/" in source and not source.startswith("package:") or Path(source).is_dir()
+    own = placed and not part("flowrl.policy.folder", "not_a_model")(source)
+    own = own and usual_device() == "cuda"
     return ON_A_GPU if own else {}
 
 

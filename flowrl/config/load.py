@@ -32,7 +32,7 @@ from flowrl.config.section import NotNamed
 from flowrl.rewards.core.find import setting_kinds
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
-from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at, kinds_of_argument
+from flowrl.runtime.typed_text import PLAIN, TEXT, Kinds, kinds_at, kinds_of_argument
 from flowrl.runtime.yaml_text import flatten
 
 Given = str | Path | Mapping[str, Any] | None
@@ -162,8 +162,10 @@ def validated(values: dict[str, Any], problems: list[str]) -> Config:
     except pydantic.ValidationError as error:
         errors = error.errors()
         lacking = {e["loc"] for e in errors if isinstance(e.get("ctx", {}).get("error"), NotNamed)}
-        if lacking:
-            problems = [*problems, _not_named(sorted(str(loc[0]) for loc in lacking), values)]
+        names = sorted(str(loc[0]) for loc in lacking)
+        # where a wrong name was given, that was said already
+        if names := [n for n in names if not any(p.startswith(f"unknown {n} ") for p in problems)]:
+            problems = [*problems, _not_named(names, values)]
         own = [e for e in errors if e["loc"] not in lacking]
         problems = [*problems, *_sentences(own, values.get("algorithm"))]
     if problems:
@@ -216,8 +218,10 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
         case "value_error":
             text = str(error["ctx"]["error"])
             return text if key in ("reward", "algorithm") else f"{key}: {text}"
-    allowed = error["msg"].removeprefix("Input should be ")
-    return f"{key}={_given(error)} should be {allowed}{_nearest_value(error)}"
+    plain = PLAIN.get(error["type"].partition("_")[0])
+    allowed = plain or error["msg"].removeprefix("Input should be ")
+    more = synonym(key, "values") or _nearest_value(error)
+    return f"{key}={_given(error)} should be {allowed}{more}"
 
 
 def _several(value: Any) -> list[Any]:
@@ -266,8 +270,8 @@ def _nearest_keys(key: str, algorithm: Any) -> str:
 
 
 def synonym(name: str, table: str = "settings") -> str | None:
-    """flowrl's name for a name of other trainers; None: not known. table: settings, or options of
-    commands that take none. Options count, too: --learning-rate as learning_rate."""
+    """flowrl's name for a name of other trainers; None: not known. table: settings, values, or
+    options of commands that take none. Options count, too: --learning-rate as learning_rate."""
     known = yaml.safe_load(FILE_OF_SYNONYMS.read_text(encoding="utf-8"))[table]
     found: str | None = known.get(name.strip("-").replace("-", "_").lower())
     return found

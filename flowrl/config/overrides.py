@@ -36,6 +36,8 @@ class Override:
         try:
             return value_of(self.raw, kinds)
         except ValueError as error:
+            if float in kinds and re.fullmatch(r"0,\d+|\d+,0\d*", self.raw):
+                raise ValueError(f"write {self.key}={self.raw.replace(',', '.')}") from None
             several = isinstance(error, SeveralValues)
             loop = as_loop(self.key, self.raw.split(",")) if several else ""
             raise ValueError(f'"{printable(self.text)}" {error}{loop}') from error

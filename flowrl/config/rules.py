@@ -35,14 +35,16 @@ def _is_table(source: str | None) -> bool:
 
 
 def unknown_model(source: str) -> str:
-    """The sentence of a name that no model has; "" of all others, which are found when loaded."""
+    """The sentence of a name or a path that no model has; "" of all others, which are loaded."""
     if registry.is_outside("flowrl.models", source) or registry.is_live(source):
         return ""
     try:
-        excerpt.part("flowrl.policy.load", "resolve_source")(source)
+        found = excerpt.part("flowrl.policy.load", "resolve_source")(source)[0]
     except ValueError as error:
         return str(error)
-    return ""
+    return (
+        "" if found != source else str(excerpt.part("flowrl.policy.folder", "not_a_model")(source))
+    )
 
 
 RULES = (

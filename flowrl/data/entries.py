@@ -30,6 +30,10 @@ def content(path: Path, most: int = -1) -> bytes:
             f"prompt file {path} does not exist{nearby(path)}; give a .txt file with one prompt a"
             " line, or a .jsonl, .csv, .tsv, .parquet or .tar file"
         ) from None
+    except IsADirectoryError:
+        raise ValueError(
+            f"{path} is a folder; make one file: cat {path}/*.txt > prompts.txt"
+        ) from None
     except OSError as error:
         raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
 

@@ -115,7 +115,7 @@ def check_source(source: str) -> None:
     if source.partition(":")[0] in WORLDS:
         if source not in parts:
             raise ValueError(f'unknown data "{source}"{did_you_mean(source, parts)}')
-    elif not is_place(source) and not hf.is_dataset(source) and not located(source).exists():
+    elif not is_place(source) and not hf.is_dataset(source) and not located(source).is_file():
         tables.read(located(source))  # whose error says which files there may be
 
 

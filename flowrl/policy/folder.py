@@ -68,16 +68,27 @@ def variant_of(source: str, index: Mapping[str, Any]) -> str | None:
 def why_not(source: str, error: Exception) -> str:
     """Say in a sentence why a source cannot be loaded. error: the exception of loading it."""
     path, what = located(source), f'model "{source}"'
-    if path.is_file():
-        return f"{what} is a single file, and {_for_file(path)}"
+    if said := not_a_model(source):
+        return said
     if source and path.is_dir():
         return f"{what} {_for_folder(path, error)}"
-    if source[:1] in ("", ".", "~", "/", "$") or source.count("/") > 1 and ":" not in source:
-        known = "a folder, a hub id or a name of `flowrl list models`"
-        return f"{what} does not exist{nearby(path)}; give {known}"
     offline = "HF_HUB_OFFLINE is set, and the cache does not hold it"
     reason = offline if constants.HF_HUB_OFFLINE else first_sentence(error)
     return f"{what} is not a diffusers folder, and cannot be fetched: {reason}"
+
+
+def not_a_model(source: str) -> str:
+    """Say of a path that it is a single file, or is not there; "": a folder, or no path."""
+    path, what = located(source), f'model "{source}"'
+    if path.is_file():
+        return f"{what} is a single file, and {_for_file(path)}"
+    listed = source[:1] in ("", ".", "~", "/", "$") or source.count("/") > 1 and ":" not in source
+    beside = [run.parent.name for run in sorted(path.parent.glob("*/metrics.jsonl"))][:9]
+    if path.is_dir() or not (listed or beside or source.startswith("runs/")):
+        return ""
+    there = f"; {path.parent} has {', '.join(beside)}" if beside else nearby(path)
+    known = "a folder, a hub id or a name of `flowrl list models`"
+    return f"{what} does not exist{there}; give {known}"
 
 
 def _for_file(path: Path) -> str:

@@ -21,6 +21,8 @@ from flowrl.runtime.yaml_text import DEEPEST
 
 Kinds = frozenset[Any]  # types that a setting takes; empty: they are not known
 TEXT: Kinds = frozenset({str})
+# beginnings of the names of pydantic's errors -> what a value should be
+PLAIN = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 # names of text arguments: prompt, negative_prompt_2, system_prompt, lyrics; not use_en_prompt
 TEXT_NAMES = re.compile(
     r"(?!(num|use|add|enable)_)(\w+_)?(prompt|text|caption|instruction|lyrics|transcription)(_\d)?"

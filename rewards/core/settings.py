@@ -10,6 +10,7 @@ import pydantic
 
 from flowrl.runtime.filled import Filled
 from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.typed_text import PLAIN
 
 SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # password and query of an address
 
@@ -61,4 +62,6 @@ def _sentence(problem: Mapping[str, Any], schema: type[Settings], prefix: str) -
         about = f" ({field.description.rstrip('.')})" if field and field.description else ""
         return f'the setting "{key}" is missing; give {prefix}{key}=VALUE{about}'
     value = SECRET.sub("***", repr(problem["input"]))
+    if plain := PLAIN.get(problem["type"].partition("_")[0]):
+        return f"{key}={value} should be {plain}"
     return f"{key}={value}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"

@@ -96,6 +96,9 @@ def test_sources_that_are_no_models_folder(model, tmp_path):
     single.write_bytes(b"")
     refused(single, "is a single file, and a diffusers folder is needed; write one with diffusers")
     refused("./nowhere", 'model "./nowhere" does not exist; give a folder, a hub id or a name')
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").write_text("")  # a run
+    refused(tmp_path / "other", f'other" does not exist; {tmp_path} has mine; give a folder')
     refused("nobody/nothing", "cannot be fetched: HF_HUB_OFFLINE is set, and the cache does not")
 
 

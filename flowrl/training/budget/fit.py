@@ -128,16 +128,10 @@ def record(found: Fit) -> dict[str, Any]:
 
 def _on(found: Fit, free: float) -> dict[str, Any]:
     """Say whether a card holds the run, unchanged or with other settings."""
-    step = found.on(free)
-    if step is None:
+    if (step := found.on(free)) is None:
         return {"fits": False, "settings": None, "gb": None, "seconds": None}
-    b = step.budget
-    return {
-        "fits": not step.settings,
-        "settings": step.settings,
-        "gb": b.needed,
-        "seconds": b.seconds,
-    }
+    told = {"gb": step.budget.needed, "seconds": step.budget.seconds}
+    return {"fits": not step.settings, "settings": step.settings, **told}
 
 
 def verdict(found: Fit) -> str:

@@ -172,7 +172,7 @@ class Planner:
         # an iteration of one process, with its part of the prompts; two rehearsals of fewer prompts
         # tell the result for all
         cfg = cfg or self.cfg
-        process = share(cfg, self.gpus)
+        process = changed(cfg, {"batch.prompts": cfg.batch.prompts // self.gpus})
         weights = weight_costs(cfg, self.policy, self.gpus)
         sizes = [
             self._of_prompts(changed(process, {"batch.prompts": few}), weights)
@@ -346,11 +346,6 @@ def scorers(cfg: Config) -> dict[str, float | None]:
     if cfg.diversity.features is not None:
         found[FEATURES] = features_bytes(cfg.diversity.features, cfg.diversity.weights)
     return found
-
-
-def share(cfg: Config, gpus: int) -> Config:
-    """Make the config of one of several processes: its part of the prompts."""
-    return cfg if gpus == 1 else changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
 
 
 def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:
