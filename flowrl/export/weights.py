@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import flowrl.policy.weights.lora as lora
 from flowrl.config.build import DTYPES, trained
@@ -148,4 +148,9 @@ def _policy(order: Order) -> tuple[Policy, Any]:
             f"the model of {order.run} is no diffusers pipeline, and other programs do not read its"
             " weights; load them in Python: flowrl.load_policy"
         )
+    for name, network in pipe.components.items():
+        # layers with a LoRA were loaded in this type, and are merged before they are rounded to it
+        whole = order.cfg.train.mode == "full" or name not in policy.trainable.modules
+        if order.dtype and isinstance(network, nn.Module) and whole:
+            network.to(DTYPES[order.dtype])
     return policy, pipe

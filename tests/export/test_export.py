@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -11,9 +12,10 @@ import pytest
 import small
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from flowrl.policy import load_policy
+from flowrl.runtime.store import checkpoint
 
 NAME = "pytorch_lora_weights.safetensors"
 
@@ -158,12 +160,13 @@ def test_a_mistake_is_one_sentence_before_anything_is_loaded(case, run, tmp_path
     assert said.count("flowrl:") == 1
 
 
-def changed(run, tmp_path, **train):
-    """A run's folder whose config has other values in `train`."""
+def changed(run, tmp_path, source=None, **train):
+    """A run's folder whose config has another model, or other values in `train`."""
     other = tmp_path / "other"
     other.mkdir()
     settings = yaml.safe_load((run / "config.yaml").read_text())
     settings["train"] |= train
+    settings["model"]["source"] = source or settings["model"]["source"]
     (other / "config.yaml").write_text(yaml.safe_dump(settings))
     return other
 
@@ -172,12 +175,82 @@ def changed(run, tmp_path, **train):
     ("train", "sentence"),
     [
         ({"mode": "full"}, "trained all weights (train.mode=full), which are no LoRA"),
+        ({"parts": ["initial_noise"]}, "initial_noise alone, a small network beside the model"),
         ({}, "keeps no trained weights of iteration 0; its checkpoints are of iterations none yet"),
     ],
 )
 def test_what_has_no_place_in_a_format_is_named(run, tmp_path, train, sentence):
     result = small.invoke("export", changed(run, tmp_path, **train))
     assert result.exit_code == 2 and sentence in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "form", "parts", "sentence"),
+    [
+        (
+            {"": "SanaPipeline", "transformer": "SanaTransformer2DModel"},
+            "comfyui",
+            ["denoiser"],
+            "no comfyui layout of SanaPipeline is known; use --format diffusers, or",
+        ),
+        (
+            {"": "LTXPipeline", "transformer": "LTXVideoTransformer3DModel"},
+            "kohya",
+            ["denoiser"],
+            "no kohya layout of LTX-Video is known",
+        ),
+        ({"": "PixArtSigmaPipeline"}, "diffusers", ["denoiser"], "reads no LoRA files; use"),
+        (
+            {"": "WanPipeline"},
+            "diffusers",
+            ["denoiser", "text_encoder"],
+            "trained the text encoder, whose LoRA diffusers' WanPipeline does not read",
+        ),
+    ],
+)
+def test_a_model_without_a_layout_is_named(
+    run, tmp_path, monkeypatch, kinds, form, parts, sentence
+):
+    monkeypatch.setattr("flowrl.export.weights._kinds", lambda _: kinds)
+    other = changed(run, tmp_path, parts=parts)
+    shutil.copytree(run / "lora", other / "lora")
+    result = small.invoke("export", other, "--format", form, "-o", tmp_path / "out")
+    assert result.exit_code == 2 and sentence in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_networks_are_two_files(run, tmp_path):
+    """Wan 2.2; a second network has the keys of the first, as diffusers reads it."""
+    other, one = changed(run, tmp_path, source="wan2.1-1.3b"), torch.ones(2, 2, 2)
+    (other / "lora").mkdir()
+    layer = "transformer.blocks.0.attn1.to_q"
+    for name in (NAME, "transformer_2_lora_weights.safetensors"):
+        save_file(
+            {f"{layer}.lora_{h}.weight": w.clone() for h, w in zip("AB", one, strict=True)},
+            other / "lora" / name,
+        )
+    words = ("export", other, "--format", "comfyui", "-o")
+    result = small.invoke(*words, tmp_path / "a.safetensors")
+    assert result.exit_code == 2 and "is two files" in result.output
+    assert small.invoke(*words, tmp_path / "out").exit_code == 0
+    for name in ("other.safetensors", "transformer_2_lora_weights.safetensors"):
+        assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in load_file(
+            tmp_path / "out" / name
+        )
+
+
+@pytest.mark.long
+def test_all_weights_are_exported_as_a_pipeline(tmp_path):
+    """Iteration 1 of 2, and another type."""
+    run, out = tmp_path / "full", tmp_path / "out"
+    small.trainer(run, iterations="2", train__mode="full", optimizer__lr="0.01").run()
+    export(run, "--format", "merged", "--checkpoint", "1", "--dtype", "bf16", "-o", out)
+    made = load_file(out / "transformer" / "diffusion_pytorch_model.safetensors")
+    saved = checkpoint.load(checkpoint.folder_of(run, 1))[0]["ema"]
+    assert made.pop("pos_embed.pos_embed").dtype == torch.bfloat16  # a buffer, which stays
+    for name, weight in made.items():
+        assert torch.equal(weight, saved[f"transformer.{name}"].bfloat16()), name
+    assert "all weights of denoiser" in (out / "README.md").read_text()
 
 
 class Hub(BaseHTTPRequestHandler):

@@ -44,6 +44,7 @@ MISTAKES = {
     "budget --gpus 0": "--gpus 0 should be a whole number from 1",
     "budget --machines 2": "from 1 that divides --gpus 1, the processes of all machines together",
     "budget train.parts=[text_encoder]": "does not know what training the text encoder costs",
+    "export nowhere": '"nowhere" is not a folder; give the folder of a run',
     "trian quickstart": "No such command 'trian'",
     "list algoritms": 'unknown list "algoritms"; did you mean "algorithms"',
     "train algorithm=grpo": 'unknown algorithm "grpo"; did you mean "flow_grpo"?',
