@@ -34,7 +34,11 @@ def record(name):
 
 def print_train():
     run = SimpleNamespace(
-        path=Path(NAME), evaluation=record("before"), stopped=f"{NAME}/stop", peak=None
+        path=Path(NAME),
+        evaluation=record("before"),
+        metrics=[],
+        stopped=f"{NAME}/stop",
+        peak=None,
     )
     train._conclude(run)
 
