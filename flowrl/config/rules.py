@@ -10,6 +10,7 @@ nothing is proposed that a start would refuse.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,19 @@ def unknown_model(source: str) -> str:
     )
 
 
+def no_folder(output: str | None) -> str:
+    """The sentence of a run folder that cannot be made; "" of others."""
+    if not output:
+        return ""
+    path = Path(output)
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        return f"output={output}: {there} is a file; name a folder"
+    return "" if os.access(there, os.W_OK) else f"output={output}: {there} cannot be written to"
+
+
 RULES = (
+    Rule(("output",), no_folder),
     # rules on weights, and on which of them are trained
     Rule(
         ("train.init_lora", "train.mode"),
