@@ -23,7 +23,7 @@ from flowrl.policy.weights import layouts
 from flowrl.policy.weights.layouts import PREFIXES, split, squashed
 from flowrl.policy.weights.parts import TEXT, TrainedParts, part_of
 from flowrl.policy.weights.targets import ending, weighted
-from flowrl.runtime.log import quiet
+from flowrl.runtime.log import logger, quiet
 from flowrl.runtime.store.side_files import shortened
 from flowrl.runtime.text import printable
 
@@ -77,6 +77,7 @@ def read(parts: TrainedParts, path: str | Path, pipe: Any = None) -> dict[str, T
                 f" {len(new_b)} x {new_a.shape[1]} there and {len(b)} x {a.shape[1]} here"
             )
         a[: len(new_a)], b[:, : len(new_a)] = new_a, new_b / factor
+    logger.info(f"{path} is read: a LoRA of rank {widest} on {len(found)} layers")
     return state
 
 

@@ -166,7 +166,7 @@ def quickly(cases):
 
 
 @pytest.mark.parametrize("case", quickly(LAYOUTS))
-def test_the_layouts_of_trainers_are_read(tmp_path, case):
+def test_the_layouts_of_trainers_are_read(tmp_path, case, heard, caplog):
     name, targets, layout = LAYOUTS[case]
     pipe, parts = parts_of(name, targets=targets)
     (part,) = parts.modules
@@ -175,7 +175,9 @@ def test_the_layouts_of_trainers_are_read(tmp_path, case):
     for layer, (a, b) in draw.items():
         file |= layout(layer, a, b)
     save_file({k: v.contiguous() for k, v in file.items()}, tmp_path / "style.safetensors")
-    found = read(parts, tmp_path, pipe)
+    with caplog.at_level("INFO", logger="flowrl"):
+        found = read(parts, tmp_path, pipe)
+    assert f"is read: a LoRA of rank 4 on {len(wanted)} layers" in caplog.text
     assert found.keys() == {f"{part}.{layer}" for layer in wanted}
     for layer, delta in wanted.items():
         assert torch.allclose(found[f"{part}.{layer}"], delta, atol=1e-4), layer
