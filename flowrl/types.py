@@ -16,7 +16,19 @@ import torch
 from torch import Tensor
 
 ODE, SDE = 0, 1
+BRIEF = 500  # most letters of a record's repr
 Solver = Literal["euler", "dpm2"]  # how ODE edges are stepped
+
+
+def brief(record: object, *facts: str) -> str:
+    """Write a record's repr: facts about it, in place of the numbers that it holds."""
+    text = f"{type(record).__name__}({', '.join(facts)})"
+    return text if len(text) <= BRIEF else f"{text[: BRIEF - 4]}...)"
+
+
+def weighted(weights: dict[str, float]) -> str:
+    """Write rewards with their weights, as "1 x shapes"."""
+    return " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
 
 
 def expand(value: Tensor, like: Tensor) -> Tensor:
@@ -176,6 +188,16 @@ class Rollout:
     # (B,) int64, key of each leaf's initial noise; None: it came from files
     start_key: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return brief(
+            self,
+            f"{len(self.leaf)} samples",
+            f"states {tuple(self.states.shape)} on {self.states.device}",
+            f"{len(self.src)} transitions",
+            f"guidance={self.guidance!r}",
+            f"nfe={self.nfe}",
+        )
+
     def at(self, rows: Tensor) -> Tensor:
         """Return the states (n, *L) of these rows (n,), on the device of the rows: with
         batch.states=host the states are kept in host memory."""
@@ -217,6 +239,10 @@ class Rewards:
     features: Tensor | None = None
     # detector -> (B,) or (B, D) fp32 reading of watch.detectors; NaN where a pixel is not finite
     seen: dict[str, Tensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        failed = (f"{count} without a score: {kind}" for kind, count in self.kinds.items())
+        return brief(self, weighted(self.weights), f"{len(self.total)} samples", *failed)
 
     @property
     def terms(self) -> dict[str, Tensor]:

@@ -39,6 +39,7 @@ from flowrl.config.training import (
     WatchConfig,
 )
 from flowrl.runtime import registry
+from flowrl.runtime.text import printable
 
 
 class LiveOptions(BaseModel):
@@ -106,6 +107,12 @@ class Config(Section):
     trackers: list[str] = Field(
         ["tensorboard"], description="Trackers of accelerate: tensorboard, wandb, trackio ..."
     )
+
+    def __repr__(self) -> str:
+        rewards = ", ".join(self.reward)
+        facts = f"algorithm={self.algorithm['label']!r}, reward={rewards!r}"
+        facts = f"model={self.model.source!r}, {facts}, iterations={self.iterations}"
+        return printable(f"Config({facts}, seed={self.seed}, output={self.output!r})", 500)
 
     @pydantic.field_validator("algorithm", mode="before")
     @classmethod

@@ -20,7 +20,7 @@ from flowrl.policy.weights.compiled import Compiled, compile_blocks
 from flowrl.policy.weights.offload import Turns
 from flowrl.policy.weights.parts import TrainedParts
 from flowrl.policy.weights.quantised import computing_type
-from flowrl.types import Transition
+from flowrl.types import Transition, brief
 
 
 class Policy:
@@ -50,6 +50,11 @@ class Policy:
         self._rows = LastRows()
         # (prompts, features) of the newest call of `features`
         self._embedded: tuple[Cond, Tensor | None] | None = None
+
+    def __repr__(self) -> str:
+        parts = ", ".join(self.trainable.part_names)
+        latent = f"latents (B, {', '.join(map(str, self.latent_shape))})"
+        return brief(self, f"networks {', '.join(self.networks)}", f"trained: {parts}", latent)
 
     @property
     def device(self) -> torch.device:

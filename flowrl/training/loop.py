@@ -32,7 +32,7 @@ from flowrl.training.run import run_to_the_end, stop_rule
 from flowrl.training.update import Learner, climbed_terms
 from flowrl.training.watch.reward_trial import NoiseWatch
 from flowrl.training.winner_gain import winner_gain
-from flowrl.types import Columns, Rewards
+from flowrl.types import Columns, Rewards, brief
 
 
 class Trainer:
@@ -56,6 +56,11 @@ class Trainer:
         self.budget: str | None = None  # sentence of `start` about this machine's GPU
         if resume is not None:
             continue_run(self, accept=accept_changes)
+
+    def __repr__(self) -> str:
+        method = f"{self.cfg.algorithm['label']} on {self.cfg.model.source}"
+        done = f"iteration {self.iteration} of {self.cfg.iterations}"
+        return brief(self, method, done, f"path={str(self.path)!r}")
 
     def prepare(self) -> None:
         """Set the attributes that iterations read, and those steps of them that have a state."""

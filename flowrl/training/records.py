@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from flowrl.training.ema import Ema
 from flowrl.training.setup import Setup
 from flowrl.training.watch.guards import Guards
 from flowrl.training.watch.watch import Watch
-from flowrl.types import Columns, PromptBatch, Rewards, Rollout
+from flowrl.types import Columns, PromptBatch, Rewards, Rollout, brief, weighted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,18 @@ class Iteration:
     shown: Tensor  # (n, 3, H, W) media of the first samples; empty for samples from files
     metrics: dict[str, float]  # line of metrics.jsonl, the same on all processes
 
+    def __repr__(self) -> str:
+        return brief(
+            self,
+            f"number={self.number}",
+            f"{len(self.batch)} prompts",
+            f"{len(self.rollout.leaf)} samples",
+            f"shown {tuple(self.shown.shape)}",
+            f"rewards {weighted(self.rewards.weights)}",
+            f"reward/total {self.metrics.get('reward/total', math.nan):.4g}",
+            f"{len(self.metrics)} metrics",
+        )
+
 
 @dataclass(slots=True)
 class Run:
@@ -82,6 +95,14 @@ class Run:
     stopped: str | None = None  # reason why it ended before its last iteration
     # content of peak.json; {}: no peak was sought
     peak: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        rows = [str(row.get("name")) for row in self.evaluation.get("rows", ())]
+        facts = [f"path={str(self.path)!r}", f"{len(self.metrics)} iterations"]
+        facts += [f"evaluated: {'; '.join(rows)}"] * bool(rows)
+        facts += [f"stopped={self.stopped!r}"] * bool(self.stopped)
+        facts += [f"peak at iteration {self.peak.get('iteration')}"] * bool(self.peak)
+        return brief(self, *facts)
 
 
 class RunFailed(RuntimeError):

@@ -12,6 +12,7 @@ from torch import Tensor
 from flowrl.rewards.core.reward import FunctionReward, Reward, load, network_bytes, networks
 from flowrl.rewards.core.rules import RewardRule, parse_rules, settings_of
 from flowrl.runtime.registry import is_live, label_of, live_name
+from flowrl.types import brief, weighted
 
 
 class SampleReader(Protocol):
@@ -52,6 +53,9 @@ class RewardSet:
     # brings networks that wait in host memory to their device (model.offload=all); None: no network
     # waits
     ready: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        return brief(self, weighted(self.weights), f"needs {sorted(self.needs)}")
 
     @property
     def needs(self) -> frozenset[str]:
