@@ -62,8 +62,11 @@ def check_start(where, cfg, processes):
     ("where", "words", "processes"), FLOWRL, ids=[" ".join(words) for _, words, _ in FLOWRL]
 )
 def test_commands_exist_take_their_options_compose_and_fit_their_plans(
-    where, words, processes, monkeypatch
+    where, words, processes, monkeypatch, tmp_path
 ):
+    (tmp_path / "path/to/model").mkdir(parents=True)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REWARD_SERVER", "http://127.0.0.1:8000")
     check_run(where, words, processes)
 
