@@ -36,10 +36,11 @@ def row(seed: int, folder: Path) -> str:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     overhead = statistics.median(line["time/overhead_fraction"] for line in lines)
     seconds = json.loads((folder / "seconds.json").read_text())
-    low, high = paired["ci"]
+    # fewer than two prompts have no interval
+    interval = f" [{paired['ci'][0]:+.3f}, {paired['ci'][1]:+.3f}]" if paired["ci"] else ""
     return (
         f"| {seed} | {strict['before']:.3f} | {strict['before, guided']:.3f} |"
-        f" {strict['after']:.3f} | {paired['difference']:+.3f} [{low:+.3f}, {high:+.3f}] |"
+        f" {strict['after']:.3f} | {paired['difference']:+.3f}{interval} |"
         f" {seconds:.0f} | {overhead:.1%} |"
     )
 

@@ -124,7 +124,7 @@ MISTAKES = {  # words after train -> what the sentence says
     "--seeds -1,2": '"-1" is not a whole number',
     "--seeds 0,1,0": "--seeds names 0 twice",
     "--seeds 0 1 0": "--seeds names 0 twice",
-    "--seeds": "'--seeds' requires an argument",
+    "--seeds": "--seeds needs a value",
     "seed=3 --seeds 0,1": "seed=3 and --seeds both choose the seed",
     "--seeds 0,1 --dry-run": "--dry-run is about one run",
     "--seeds 0,1 --resume runs/a": "--resume is about one run",

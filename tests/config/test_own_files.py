@@ -67,7 +67,7 @@ def own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("algorithm=gone.py:Own", 'algorithm "{folder}/gone.py:Own": there is no file'),
+        ("algorithm=gone.py:Own", "algorithm=gone.py:Own: there is no file gone.py"),
         ("algorithm=own.py:Hollo", 'own.py has no "Hollo"; did you mean "Hollow"?'),
         ("algorithm=own.py:Wrong", "Wrong is not a subclass of flowrl.algorithms.Algorithm"),
         ("algorithm=own.py:NUMBER", "3 is not a subclass of flowrl.algorithms.Algorithm"),

@@ -48,7 +48,7 @@ def test_a_bad_file_is_one_sentence_that_names_it(tmp_path, name, content, messa
 
 
 def test_a_folder_is_not_a_prompt_file(tmp_path):
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="is a folder; make one file: cat .*txt > prompts.txt"):
         data_prompts.load_prompts(str(tmp_path))
 
 

@@ -224,7 +224,7 @@ MISTAKES = {  # words, with A and B for runs -> what the sentence says
     "A B -o page.pdf": "the page is an .html file",
     "A B --group algoritm": 'no run has a setting "algoritm"; did you mean "algorithm"',
     "A B --group optimizer.learning": 'no run has a setting "optimizer.learning"',
-    "A B --group": "requires an argument",
+    "A B --group": "--group needs a value",
     "A B --grup algorithm": "there is no option --grup; did you mean",
     "A B --table nowhere/": "a table ends in",
     "A damaged": "evaluation.json was edited or damaged",

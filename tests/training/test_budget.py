@@ -8,6 +8,7 @@ from pathlib import Path
 
 import long
 import pytest
+import small
 import thin
 import torch
 from typer.testing import CliRunner
@@ -351,7 +352,7 @@ def cli(*words):
 
 
 def test_the_command_prints_json_whose_keys_stay():
-    done = cli(*WORDS, "--json", "-")
+    done = small.invoke("budget", *WORDS, "--json", "-")
     found = json.loads(done.stdout)
     assert done.exit_code == 0 and found["fits"] and found["card_gb"] == 79.1
     assert "rehearse two iterations" in done.stderr

@@ -62,8 +62,9 @@ def test_a_reward_that_verifies_nothing_is_warned_of_what_a_verifier_fails(verif
 
 def test_a_name_that_no_check_knows_is_refused(pictures):
     said = 'verifies="relations" is not known to the checks; did you mean "relation"'
+    made = rewards.reward(lambda media, prompts, context=None: 0, verifies=["relations"])
     with pytest.raises(ValueError, match=said):
-        rewards.reward(lambda media, prompts, context=None: 0, verifies=["relations"])
+        rewards.load_set({"made": made})
     with pytest.raises(ValueError, match=said):
         reward_checks.check(planted(lambda m, p, c: 0, verifies=frozenset({"relations"})), pictures)
 
