@@ -241,6 +241,7 @@ def parse_run(overrides: list[str] | None, resume: Path | None = None, accept: b
     from flowrl.config.facts import of_config
     from flowrl.runtime.excerpt import part
     from flowrl.runtime.install import check_trackers
+    from flowrl.runtime.processes.launcher import is_main, launched
     from flowrl.runtime.store.lock import Lock
 
     if resume is None:
@@ -250,10 +251,10 @@ def parse_run(overrides: list[str] | None, resume: Path | None = None, accept: b
                 part("flowrl.data.prompts", "check_source")(source)
     else:
         cfg = part("flowrl.training.resume", "config_of")(resume, overrides)
-        if os.environ.get("RANK", "0") == "0":
+        if is_main():
             part("flowrl.training.resume", "check_resume")(cfg, resume, accept=accept)
             Lock(resume, "flowrl train").withdraw()  # raises Busy
-    of_config(cfg, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    of_config(cfg, processes=launched())
     check_trackers(cfg.trackers)
     return cfg
 

@@ -6,7 +6,6 @@ wrong and nothing was started.
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import typer
@@ -102,11 +101,12 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
+        from flowrl.runtime.processes.launcher import launched
         from flowrl.runtime.timed import caller, leave
 
         # Leave at once: a reward that hangs, or processes that wait for a lost one, would keep this
         # process alive.
-        lost = end.code and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        lost = end.code and launched() > 1
         if caller.late or lost:
             leave(end.code if isinstance(end.code, int) else 0)
         raise

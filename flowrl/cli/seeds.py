@@ -3,7 +3,6 @@ their comparison. What is there already is not trained again."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import typer
 from flowrl.cli.common import complain, parse_run, show
 from flowrl.cli.report import compare
 from flowrl.config.load import diff, read_config
+from flowrl.runtime.processes.launcher import launched
 from flowrl.runtime.signals import by_signal
 from flowrl.runtime.store import history
 from flowrl.runtime.store.run_folder import is_run
@@ -35,7 +35,7 @@ def split(given: str, overrides: list[str] | None) -> tuple[list[int], list[str]
         raise ValueError(f"--seeds names {twice[0]} twice; name each seed once")
     if own := [word for word in words if word.lstrip("+~").startswith("seed=")]:
         raise ValueError(f"{own[0]} and --seeds both choose the seed; leave one of them out")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if launched() > 1:
         raise ValueError("--seeds starts one process after another; under a launcher, give seed=")
     return seeds, words
 

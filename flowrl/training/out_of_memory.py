@@ -3,7 +3,6 @@ set, and which checkpoint is whole."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from flowrl.policy.weights.waiting import tensors_of
 from flowrl.rewards.core.reward import networks
 from flowrl.runtime.memory import OutOfMemory, ran_out
 from flowrl.runtime.processes import shares
+from flowrl.runtime.processes.launcher import launched
 from flowrl.runtime.store import checkpoint
 from flowrl.runtime.text import printable
 from flowrl.training.records import RunParts
@@ -42,7 +42,7 @@ def explained_start(cfg: Config) -> Iterator[None]:
             raise
         short = Shortage(
             phase=START,
-            gpus=int(os.environ.get("WORLD_SIZE", "1")),
+            gpus=launched(),
             cuda=usual_device() == "cuda" and not of_host(error),
         )
         what = f"memory ran out at the start, in the phase {START} ({words_of(error)}){used(())}"

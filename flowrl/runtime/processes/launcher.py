@@ -6,6 +6,7 @@ would change what a run computes are refused, since a run is what its config say
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from flowrl.runtime.log import logger
@@ -35,6 +36,16 @@ CHANGES = {
 def is_on(environment: Mapping[str, str], name: str) -> bool:
     """Whether a variable of the environment says yes, as accelerate reads it."""
     return environment.get(name, "").lower() in ON
+
+
+def launched() -> int:
+    """The number of processes that a launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main() -> bool:
+    """Whether this is the first process of a launcher, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_launcher(environment: Mapping[str, str], precision: str | None = None) -> None:

@@ -43,7 +43,7 @@ from flowrl.runtime.install import check_trackers
 from flowrl.runtime.log import logger
 from flowrl.runtime.processes import shares
 from flowrl.runtime.processes.in_step import InStep
-from flowrl.runtime.processes.launcher import check_launcher, check_teams
+from flowrl.runtime.processes.launcher import check_launcher, check_teams, launched
 from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
 
@@ -69,12 +69,11 @@ def start(
     # an earlier run in this process may have had another precision
     AcceleratorState._reset_state(reset_partial_state=False)
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
-    # accelerate would take each of several processes without a GPU for one that is alone
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:
         with all_start():
             accelerator = Accelerator(
-                cpu=launched and not torch.accelerator.is_available(),
+                # without a GPU accelerate would take each of several processes for one alone
+                cpu=launched() > 1 and not torch.accelerator.is_available(),
                 mixed_precision=precision or "no",
                 log_with=trackers or None,
                 project_config=project,
@@ -100,7 +99,7 @@ class Lost(RuntimeError):
 
 def here() -> World | Alone:
     """Return the processes in which a launcher started this command, or this one alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if launched() == 1:
         return ALONE
     return World(start(None, [], Path()))
 

@@ -13,6 +13,7 @@ from flowrl.config.device import usual_device
 from flowrl.config.lighter import Settings, Shortage, as_words, changed, next_change, value_of
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
+from flowrl.runtime.processes.launcher import is_main, launched
 from flowrl.training.budget.planner import UNKNOWN, Budget, Planner
 from flowrl.training.budget.roofline import GIB, Device, of_cuda
 from flowrl.training.budget.whole_run import hours
@@ -184,10 +185,10 @@ def before(cfg: Config) -> str | None:
     """Write what `flowrl train` says about a run before it starts on this machine's GPU. DoesNotFit
     if guard.fits is true and it does not; None without a GPU, and in all processes but the first.
     """
-    device = this_gpu() if os.environ.get("RANK", "0") == "0" else None
+    device = this_gpu() if is_main() else None
     if device is None:
         return None
-    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    gpus = launched()
     machines = max(1, gpus // int(os.environ.get("LOCAL_WORLD_SIZE", gpus)))
     return planned(cfg, device.over(machines, gpus), gpus=gpus)
 
