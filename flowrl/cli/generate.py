@@ -140,7 +140,8 @@ def generate(
         from flowrl.rollouts.inference import generate as generation
 
         log.hush()
-        asked = _asked(model, prompts, named)
+        embedded = _embedded(model)
+        asked = _asked(prompts, named, embedded)
         chooser = load_set(chosen) if chosen else None
         how |= {"reward": chooser, "meta": _meta_of(chooser, asked)}
         # the words are checked before this line, because loading a model takes minutes
@@ -152,7 +153,7 @@ def generate(
             saved = _save(made, output)
     if saved[0].suffix in MEDIA_SUFFIXES:
         first = asked[0] if isinstance(asked[0], str) else asked[0]["prompt"]
-        usual = "clip.preset=shapes" if _embedded(model) else "clip"
+        usual = "clip.preset=shapes" if embedded else "clip"
         rewards = " ".join(f"--reward {word}" for word in reward or [usual])
         next_steps(f"flowrl score {quote(str(saved[0]))} --prompt {quote(first)} {rewards}")
 
@@ -227,12 +228,12 @@ def _embedded(model: str) -> bool:
     )
 
 
-def _asked(model: str, prompts: list[str], columns: dict[str, str]) -> list[Any]:
-    """Load the prompts, and warn of words that the embedded model never saw."""
+def _asked(prompts: list[str], columns: dict[str, str], embedded: bool) -> list[Any]:
+    """Load the prompts, and warn of words that the embedded model never saw, if it is one."""
     from flowrl.data.prompts import of_words
 
     asked = of_words(prompts, columns)
-    if not _embedded(model):
+    if not embedded:
         return asked
     from flowrl.runtime.log import logger
     from flowrl.shapes.prompts import vocabulary, words

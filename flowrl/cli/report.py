@@ -24,8 +24,8 @@ Group = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help="Runs with the same value of this setting are a group, as algorithm or optimizer.lr;"
-        " default: runs that differ in the seed alone.",
+        help="Runs with the same value of this setting are a group, as algorithm or optimizer.lr."
+        " Default: every run stands alone.",
     ),
 ]
 TableFile = Annotated[
