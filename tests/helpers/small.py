@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from flowrl.config import build
 from flowrl.config.load import load_config
+from flowrl.runtime import log
 from flowrl.runtime.log import logger
 from flowrl.runtime.store import checkpoint
 from flowrl.training import build as training_build
@@ -105,6 +106,8 @@ def invoke(*arguments):
     """The command line in this process -> result with exit_code and output (stdout and stderr)."""
     from flowrl.cli.main import app
 
+    logger.handlers.clear()  # those of a trainer of another test may print elsewhere
+    log._shared = None
     try:
         return CliRunner().invoke(app, [str(a) for a in arguments])
     finally:
