@@ -22,8 +22,13 @@ MOST = 60  # most points of a curve: a page may hold hundreds of curves
 
 def build(groups: compared.Groups, output: Path) -> Path:
     """Write the page and return its path."""
+    return files.write(output, page(groups))
+
+
+def page(groups: compared.Groups) -> Markup:
+    """Make the page, without writing anything."""
     metrics = compared.metrics_of(groups)
-    page = render(
+    return render(
         "comparison.html",
         date=datetime.date.today().isoformat(),
         notes=compared.notes(groups),
@@ -38,7 +43,6 @@ def build(groups: compared.Groups, output: Path) -> Path:
             {run.name: [run] for own in groups.values() for run in own}, metrics[0]
         ),
     )
-    return files.write(output, page)
 
 
 def _intervals(groups: compared.Groups, metric: str) -> Markup:

@@ -52,8 +52,13 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
     """Write <run_path>/report.html, or `output`, and return its path; ValueError if the folder is
     not a run."""
     run = read(Path(run_path))
+    return files.write(output or run.path / "report.html", page(run))
+
+
+def page(run: RunFolder) -> Markup:
+    """Make the page, without writing anything."""
     settings, peak = settings_of(run), read_peak(run.path)
-    page = render(
+    return render(
         "run.html",
         run=run,
         date=datetime.date.today().isoformat(),
@@ -72,7 +77,6 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
         command=_command_again(run, settings),
         **_environment(run),
     )
-    return files.write(output or run.path / "report.html", page)
 
 
 def _event(line: dict[str, Any]) -> str:
