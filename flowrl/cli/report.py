@@ -49,8 +49,11 @@ def report(runs: Runs, output: Output = None, group: Group = None, table: TableF
             compare(runs, output or Path("comparison.html"), group, table)
             return
         if output is None:
-            run_folder.read(runs[0])  # raises ValueError where the folder is not a run
+            run_folder.read(runs[0], spare=True)  # raises ValueError where the folder is not a run
         from flowrl.evaluation.places import own
+        from flowrl.runtime import log
+
+        log.setup()  # what is damaged is said here, too
         from flowrl.report import run_page
 
         with nullcontext() if output else own(runs[0], "flowrl report"):

@@ -31,9 +31,10 @@ from flowrl.report.numbers import (
 from flowrl.report.render import render
 from flowrl.report.watch_page import points
 from flowrl.runtime import yaml_text
+from flowrl.runtime.log import logger
 from flowrl.runtime.store import files, history, side_files
 from flowrl.runtime.store.run_folder import RunFolder, environment, read, read_peak
-from flowrl.runtime.store.side_files import EDITED, shortened
+from flowrl.runtime.store.side_files import EDITED, shortened, spared
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
 Rows = Sequence[dict[str, Any]]  # rows of evaluation.json
@@ -51,20 +52,27 @@ NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")
 def build(run_path: str | Path, output: Path | None = None) -> Path:
     """Write <run_path>/report.html, or `output`, and return its path; ValueError if the folder is
     not a run."""
-    run = read(Path(run_path))
-    return files.write(output or run.path / "report.html", page(run))
+    run = read(Path(run_path), spare=True)
+    html = page(run)
+    for note in run.notes:
+        logger.warning(note)
+    return files.write(output or run.path / "report.html", html)
 
 
 def page(run: RunFolder) -> Markup:
-    """Make the page, without writing anything."""
-    settings, peak = settings_of(run), read_peak(run.path)
+    """Make the page, without writing anything. A damaged file leaves a sentence in the run's notes,
+    and the rest is shown."""
+    settings = spared(run.notes, settings_of, run, empty={})
+    peak = spared(run.notes, read_peak, run.path, empty={})
+    recorded = spared(run.notes, _environment, run, empty={})
+    suites = suite_page.section(run.path, run.notes)
     return render(
         "run.html",
         run=run,
         date=datetime.date.today().isoformat(),
         chips=_chips(run, settings),
         result=_result(run.evaluation),
-        suites=suite_page.section(run.path),
+        suites=suites,
         pictures=_pictures(run.path / "samples"),
         arrays=_arrays(run.path / "samples"),
         answers=answers.folded(evaluation_rows(run.evaluation)),
@@ -75,7 +83,8 @@ def page(run: RunFolder) -> Markup:
         bars=_bars(run.metrics),
         history=[_event(line) for line in history.read(run.path)],
         command=_command_again(run, settings),
-        **_environment(run),
+        recorded=bool(recorded),
+        environment=recorded or environment(),
     )
 
 
@@ -89,7 +98,8 @@ def _event(line: dict[str, Any]) -> str:
 
 def settings_of(run: RunFolder) -> dict[str, Any]:
     path = run.path / "config.yaml"
-    if not path.exists():
+    unread = not run.config and path.exists() and path.stat().st_size  # the notes say so
+    if not path.exists() or unread:
         return {}
     try:
         value = yaml_text.load(run.config)
@@ -111,6 +121,8 @@ def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
         chips["iterations"] = str(len(run.metrics))
         seconds = _sums(run.metrics).get("time/iteration")
         chips |= {"training time": _duration(seconds)} if seconds else {}
+    for key, folder in (("LoRA", "lora"), ("LoRA of the peak", "lora-peak")):
+        chips |= {key: folder} if (run.path / folder).is_dir() else {}
     return chips
 
 
@@ -298,12 +310,10 @@ def _kinds_of_work(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _environment(run: RunFolder) -> dict[str, Any]:
-    """Versions of the machine that ran it, or of this machine where the run recorded none."""
+    """Versions of the machine that ran it; {} where the run recorded none."""
     path = run.path / "environment.json"
-    if not path.exists():
-        return {"recorded": False, "environment": environment()}
-    found = side_files.read(path, again="resume the run, which writes it")
-    return {"recorded": True, "environment": found}
+    again = "resume the run, which writes it"
+    return side_files.read(path, again=again) if path.exists() else {}
 
 
 def _command_again(run: RunFolder, settings: dict[str, Any]) -> str:

@@ -23,9 +23,11 @@ Lines = list[list[str]]  # lines of cells, whose first column holds names
 SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes N of the best-of-N curve that tables show
 
 
-def section(run: Path) -> Markup:
-    """All suites of a run as HTML, by name; "" where there are none."""
-    return Markup().join(map(_of_file, sorted((run / "suites").glob("*.json"))))
+def section(run: Path, notes: list[str]) -> Markup:
+    """All suites of a run as HTML, by name; "" where there are none. A damaged file is left out,
+    with a sentence in `notes`."""
+    found = sorted((run / "suites").glob("*.json"))
+    return Markup().join(side_files.spared(notes, _of_file, path, empty=Markup()) for path in found)
 
 
 def _of_file(path: Path) -> Markup:

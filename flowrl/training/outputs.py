@@ -36,6 +36,8 @@ from flowrl.training.watch import peak_lora
 from flowrl.training.watch.guards import nothing_trained
 from flowrl.training.watch.reward_trial import NoiseWatch, try_rewards
 
+ALL_DONE = "all iterations are done"  # in history.jsonl, why a run ended after its last iteration
+
 
 class Running(Protocol):
     """The parts of a trainer that its output needs."""
@@ -169,22 +171,27 @@ def finish(trainer: Running) -> Run:
             export(parts)
             peak_lora.write(parts)
         left = trainer.cfg.iterations - trainer.iteration
-        why = f"{left} iterations were left out" if left > 0 else "all iterations are done"
+        why = f"{left} iterations were left out" if left > 0 else ALL_DONE
         history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or why)
         run_page.build(path)
     parts.weights.accelerator.end_training()
     if parts.lock:
         parts.lock.release()
-    run = Run(
-        path=path,
-        metrics=read_metrics(path),
-        evaluation=read_evaluation(path),
-        stopped=trainer.stopped,
-        peak=read_peak(path),
-    )
+    run = result(path, trainer.stopped)
     if not trainer.learner.step:
         raise NothingTrained(nothing_trained(run.metrics, run.stopped), run)
     return run
+
+
+def result(path: Path, stopped: str | None = None) -> Run:
+    """Read what a run found from its folder."""
+    return Run(
+        path=path,
+        metrics=read_metrics(path),
+        evaluation=read_evaluation(path),
+        stopped=stopped,
+        peak=read_peak(path),
+    )
 
 
 def export(parts: RunParts) -> None:

@@ -10,6 +10,7 @@ from flowrl.config.load import Given
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.training.budget import fit
+from flowrl.training.finished import finished, sentence
 from flowrl.training.loop import Trainer
 from flowrl.training.records import Run
 from flowrl.training.resume import config_of
@@ -42,7 +43,14 @@ def train(
     Objects take the place of what the config names; see flowrl.config.live. They are not stored: a
     run goes on when they are passed again. On a GPU that cannot hold the run, by its budget, a
     ValueError says which settings fit (guard.fits).
+    A finished run that is resumed by its folder alone is returned as it is.
     """
+    live = (policy, rewards, algorithm, prompts, features)
+    if resume is not None and all(given is None for given in live):
+        given = config_of(Path(resume)) if cfg is None else with_live_objects(cfg)[0]
+        if done := finished(given, Path(resume), accept=accept_changes):
+            logger.info(sentence(done))
+            return done
     # one function makes the trainer for scripts and for the command line
     trainer = start(
         cfg,

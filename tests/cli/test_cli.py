@@ -13,6 +13,7 @@ from filelock import FileLock
 from PIL import Image
 
 from flowrl.config.load import load_config, read_config
+from flowrl.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +69,18 @@ def test_a_run_folder_holds_what_the_design_promises(run):
     assert "http://" not in html.replace("http://www.w3.org", "")
 
 
-def test_a_finished_run_resumes_to_nothing_new(run):
+def test_a_finished_run_resumes_to_nothing_new(run, monkeypatch):
     _, folder = run
     before = small.numbers(folder)
+    written = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    monkeypatch.setattr("flowrl.training.build.make_policy", None)  # no model is loaded
     result = small.invoke("train", "--resume", folder)
     assert result.exit_code == 0 and small.numbers(folder) == before
+    said = " ".join(result.output.split())
+    assert "is finished: all" in said and "add iterations=" in said and "Report:" in said
+    assert written == {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+    run = train(resume=folder)  # from Python, too
+    assert run.path == folder and len(run.metrics) == len(small.lines(folder))
 
 
 def test_a_resume_that_is_refused_is_refused_before_the_model_is_loaded(run, monkeypatch):

@@ -114,7 +114,7 @@ def test_the_terminal_and_the_report_show_every_part(run, tmp_path):
     console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
     for part in terminal.suite_tables(record):
         console.print(part)
-    text, page = console.export_text(), Page(suite_page.section(run))
+    text, page = console.export_text(), Page(suite_page.section(run, []))
     for shown in (
         "shapes/strict",
         "tuned - base",
@@ -129,7 +129,7 @@ def test_the_terminal_and_the_report_show_every_part(run, tmp_path):
     assert "best of 2" in text
     assert "best of N" in page.text
     assert page.tags.count("table") == 3 and page.tags.count("svg") == 1 and not page.src
-    assert suite_page.section(tmp_path) == ""
+    assert suite_page.section(tmp_path, []) == ""
 
 
 def test_a_guided_base_is_shown_where_the_run_has_one(run, tmp_path):

@@ -81,7 +81,8 @@ def test_an_iteration_and_the_peak_are_exported_in_the_type_that_is_asked_for(ru
     """Iteration 2 is the last one, so that its file equals the run's own."""
     export(run, "--checkpoint", "2", "-o", tmp_path / "two")
     assert (tmp_path / "two" / NAME).read_bytes() == (run / "lora" / NAME).read_bytes()
-    (run / "peak.json").write_text(json.dumps({"checkpoint": "step-000001", "lora": None}))
+    peak = {"held_out": "jpeg", "iteration": 1.0, "value": 0.4, "last": 0.1, "lora": None}
+    (run / "peak.json").write_text(json.dumps(peak | {"checkpoint": "step-000001"}))
     try:
         export(run, "--checkpoint", "best", "--dtype", "bf16", "-o", tmp_path / "best.safetensors")
     finally:

@@ -241,14 +241,29 @@ def test_a_folder_that_is_no_run_is_refused_and_left_as_it_is(run, tmp_path):
     [
         ("evaluation.json", "{", "Invalid JSON"),
         ("evaluation.json", "[]", "is not an object"),
-        ("config.yaml", "a: [", "edited or damaged .while parsing a flow"),
+        ("config.yaml", "a: [", "edited or damaged (while parsing a flow"),
+        ("config.yaml", b"\xff\xfe\xfa", "is not text in UTF-8"),
+        ("environment.json", "[1]", "is not an object"),
+        ("peak.json", '{"held_out": "fair"}', "iteration: Field required"),
+        ("suites/shapes.json", "{}", "was edited or damaged"),
     ],
 )
-def test_a_damaged_file_is_named(run, file, text, said):
-    (run / file).write_text(text)
-    with pytest.raises(ValueError, match=said) as error:
-        run_page.build(run)
-    assert file in str(error.value)
+def test_a_damaged_file_is_named_and_the_rest_is_shown(run, caplog, file, text, said):
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_bytes(text if isinstance(text, bytes) else text.encode())
+    page = page_of(run)[1]
+    (note,) = caplog.messages
+    assert str(run / file) in note and said in note and note in page.text
+    assert "reward/total" in page.text and page.src
+    assert ("+0.280" in page.text) == (file != "evaluation.json")
+
+
+def test_the_folders_of_weights_are_named(run):
+    assert "LoRA of the peak" not in page_of(run)[1].text
+    (run / "lora").mkdir()
+    (run / "lora-peak").mkdir()
+    text = page_of(run)[1].text
+    assert "LoRA of the peak" in text and "lora-peak" in text
 
 
 def test_a_table_of_answers_pairs_rows_by_image_and_says_what_failed():

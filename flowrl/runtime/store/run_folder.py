@@ -17,7 +17,7 @@ from flowrl import __version__
 from flowrl.runtime import hub
 from flowrl.runtime.paths import nearby
 from flowrl.runtime.store import files, lines, side_files
-from flowrl.runtime.store.side_files import EvaluationFile, MetricsRow
+from flowrl.runtime.store.side_files import EvaluationFile, MetricsRow, PeakFile
 
 METRICS, EVALUATION, PEAK = "metrics.jsonl", "evaluation.json", "peak.json"
 PACKAGES = (
@@ -60,8 +60,11 @@ def config_file(run: Path) -> Path:
     return path
 
 
-def read(path: Path) -> RunFolder:
-    """Read a run folder; if it is not one, or a file in it cannot be read -> ValueError."""
+def read(path: Path, *, spare: bool = False) -> RunFolder:
+    """Read a run folder; if it is not one, or a file in it cannot be read -> ValueError.
+
+    spare: a file that cannot be read is left out, with a sentence in the notes.
+    """
     path = path.resolve()
     if not path.is_dir():
         raise ValueError(
@@ -78,13 +81,18 @@ def read(path: Path) -> RunFolder:
     rows = read_metrics(path, notes)
     if rows and rows[-1].get("optimizer/step") == 0:
         notes.append("Nothing was trained: no optimizer step was taken.")
-    return RunFolder(
+    # files beside the metrics, each of which may be damaged alone
+    damaged: list[str] = []
+    found = RunFolder(
         path=path,
-        config=_text(config) if config.exists() else "",
+        config=side_files.spared(damaged, _text, config, empty=""),
         metrics=rows,
-        evaluation=read_evaluation(path),
-        notes=notes,
+        evaluation=side_files.spared(damaged, read_evaluation, path, empty={}),
+        notes=notes + damaged,
     )
+    if damaged and not spare:
+        raise ValueError(damaged[0])
+    return found
 
 
 def read_evaluation(run: Path) -> dict[str, Any]:
@@ -98,12 +106,13 @@ def read_evaluation(run: Path) -> dict[str, Any]:
 def read_peak(run: Path) -> dict[str, Any]:
     """Read peak.json of a run; {} if no peak of a held-out reward was sought or found."""
     path = run / PEAK
-    return side_files.read(path, again="resume the run, which writes it") if path.exists() else {}
+    again = "resume the run, which writes it"
+    return side_files.read(path, PeakFile, again=again) if path.exists() else {}
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") if path.exists() else ""
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error}); restore it") from error
 

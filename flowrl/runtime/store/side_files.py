@@ -7,14 +7,16 @@ place in it, and what to do. Fields that are not listed here may be anything.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 LARGEST = 1e300  # numbers above it are refused, because their sums would be infinite
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 EDITED = "was edited or damaged"
+Found = TypeVar("Found")
 
 
 class FileModel(BaseModel):
@@ -79,12 +81,33 @@ class EvaluationFile(FileModel):
     paired: dict[str, PairedEntry] = {}  # metric -> "after" minus "before"
 
 
+class PeakFile(FileModel):
+    """The shape of peak.json."""
+
+    held_out: str  # label of the held-out reward
+    iteration: Number  # iteration around which its running mean was highest
+    value: Number  # that mean
+    last: Number  # the running mean at the run's end
+    checkpoint: str  # name of the checkpoint nearest to that iteration
+    lora: str | None  # folder with the LoRA of that checkpoint; None: none was written
+
+
 class MetricsRow(FileModel):
     """A row of metrics.jsonl: finite numbers, null or texts beside its iteration."""
 
     __pydantic_extra__: dict[str, Number | bool | str | None]
 
     iteration: int = Field(ge=0, lt=2**53)  # charts need a float, and floats name no larger integer
+
+
+def spared(notes: list[str], read: Callable[..., Found], *given: Any, empty: Found) -> Found:
+    """Return what a reader gives; of a file that it refuses, `empty`, and its sentence goes to
+    `notes`."""
+    try:
+        return read(*given)
+    except ValueError as error:
+        notes.append(str(error))
+        return empty
 
 
 def read(path: Path, shape: type[FileModel] = FileModel, *, again: str) -> dict[str, Any]:
