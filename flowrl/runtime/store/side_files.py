@@ -100,7 +100,7 @@ class MetricsRow(FileModel):
     iteration: int = Field(ge=0, lt=2**53)  # charts need a float, and floats name no larger integer
 
 
-def spared(notes: list[str], read: Callable[..., Found], *given: Any, empty: Found) -> Found:
+def spared(notes: list[str], read: Callable[..., Found], *given: Any, empty: Any) -> Found:
     """Return what a reader gives; of a file that it refuses, `empty`, and its sentence goes to
     `notes`."""
     try:
