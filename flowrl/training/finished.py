@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flowrl.config.live import Live, check_given
 from flowrl.config.load import read_config
 from flowrl.config.schema import Config
 from flowrl.runtime.store import checkpoint, history
@@ -22,6 +23,7 @@ def finished(cfg: Config, run: Path, *, accept: bool = False) -> Run | None:
     last = (history.read(run) or [{}])[-1]
     if (last.get("event"), last.get("what")) != ("ended", ALL_DONE):
         return None
+    check_given(cfg, Live())  # a run of live objects is resumed from its script
     check_resume(cfg, run, accept=accept)
     try:
         newest = checkpoint.latest(run)
