@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,13 +67,14 @@ def train(
             return
         cfg = parse_run(overrides, resume, accept_changes)  # the words; what follows needs torch
         from flowrl.runtime.memory import ran_out
+        from flowrl.runtime.processes.launcher import is_main
         from flowrl.training import finished, outputs
         from flowrl.training.records import NothingTrained
         from flowrl.training.train import start
 
         log.hush()
         if resume and (done := finished.finished(cfg, resume, accept=accept_changes)):
-            if os.environ.get("RANK", "0") == "0":
+            if is_main():
                 show(f"{finished.sentence(done)}.", wrap=True)
                 _conclude(done)
             return
