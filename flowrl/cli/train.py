@@ -58,12 +58,7 @@ def train(
         if accept_changes and resume is None:
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         if seeds is not None:
-            if resume or dry_run:
-                what = "--resume" if resume else "--dry-run"
-                raise ValueError(f"{what} is about one run; leave out --seeds, or {what}")
-            from flowrl.cli import seeds as several
-
-            several.train_all(*several.plan(*several.split(seeds, overrides)))
+            _train_seeds(seeds, overrides, "--resume" * bool(resume) or "--dry-run" * dry_run)
             return
         cfg = parse_run(overrides, resume, accept_changes)  # the words; what follows needs torch
         from flowrl.runtime.memory import ran_out
@@ -103,6 +98,15 @@ def train(
         stop(error, 1, hint="" if ran_out(error) else hint)  # its sentence says how to go on
     if trainer.world.main:
         _conclude(run)
+
+
+def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
+    """Train one run a seed. single: an option beside --seeds that is about one run, or ""."""
+    if single:
+        raise ValueError(f"{single} is about one run; leave out --seeds, or {single}")
+    from flowrl.cli import seeds as several
+
+    several.train_all(*several.plan(*several.split(seeds, overrides)))
 
 
 def _conclude(run: Any, *, trained: bool = True) -> None:
