@@ -104,6 +104,22 @@ def policies_loaded_once():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def metrics_are_described():
+    """No run of a test writes a metric that is missing in the table of metrics."""
+    with pytest.MonkeyPatch.context() as patch:
+        if outputs := sys.modules.get("flowrl.training.outputs"):
+            from flowrl.report import described
+
+            def add_described(run, iteration, metrics, add=outputs.add_metrics):
+                missing = [name for name in metrics if not described.sentence(name)]
+                assert not missing, f"flowrl/report/templates/metrics.yaml lacks {missing}"
+                add(run, iteration, metrics)
+
+            patch.setattr(outputs, "add_metrics", add_described)
+        yield
+
+
 @pytest.fixture
 def heard(monkeypatch):
     """caplog hears flowrl's messages, once each, also after a test of the command line, which sends

@@ -59,13 +59,17 @@ def _name(source: Any) -> str:
 
 def _results(evaluation: dict[str, Any]) -> dict[str, Any]:
     """Return the table of held-out results, as reports show it, with the iteration of each row."""
-    names = numbers.distinct_metrics(evaluation)
+    titles = numbers.distinct_metrics(evaluation)
     rows = []
     for row in numbers.evaluation_rows(evaluation):
         name, *rest = numbers.row_head(row)
         label = f"{name}, iteration {row['iteration']}" if row.get("iteration") else name
         found = row.get("metrics", {})
-        rows.append([label, *rest, *(numbers.interval_text(found.get(n)) for n in names)])
+        rows.append([label, *rest, *(numbers.interval_text(found.get(n)) for n in titles)])
     paired = evaluation.get("paired", {})
-    said = [numbers.paired_sentence(name, paired[name]) for name in names if name in paired]
-    return {"heads": ["row", *numbers.HEADS, *names], "rows": rows, "paired": said}
+    said = [
+        numbers.paired_sentence(evaluation, name, title)
+        for name, title in titles.items()
+        if name in paired
+    ]
+    return {"heads": ["row", *numbers.HEADS, *titles.values()], "rows": rows, "paired": said}

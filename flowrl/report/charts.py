@@ -1,7 +1,8 @@
-"""Charts of the report as SVG and HTML: curves, intervals, a stacked bar.
+"""Charts of the report: curves, intervals, a stacked bar.
 
-To change a colour, edit --chart-0 to --chart-7 at the top of templates/style.css: charts name their
-colours by number, so that light and dark pages need no second picture.
+Lines are SVG that stretches with the page, and texts are HTML, whose size the page's width does not
+change. To change a colour, edit --chart-0 to --chart-7 at the top of templates/style.css: charts
+name their colours by number, so that light and dark pages need no second picture.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from markupsafe import Markup
 
+from flowrl.report.described import sentence
+from flowrl.report.numbers import EQUAL, interval_text
 from flowrl.report.render import render
 
 Points = Sequence[tuple[float, float]]
@@ -26,11 +30,11 @@ class Scale:
 
     low: float  # number that lies at `start`
     high: float  # number that lies at `end`
-    start: float  # pixel at which the axis starts
-    end: float  # pixel at which the axis ends
+    start: float = 0  # percent of the drawing's side at which the axis starts
+    end: float = 100  # percent of the drawing's side at which the axis ends
 
     def __call__(self, value: float) -> float:
-        """The pixel of a number; the middle where all numbers are equal."""
+        """The place of a number, in percent; the middle where all numbers are equal."""
         along = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.start + along * (self.end - self.start)
 
@@ -41,18 +45,35 @@ class Curve:
 
     name: str  # name in the legend
     colour: int  # number of the colour, from 0 to COLOURS - 1
-    points: Points  # points in units of the data, not in pixels
+    points: Points  # points in units of the data
     texts: Sequence[str]  # text that each point shows on hover
     average: Points = ()  # average that is drawn as the curve, while the points become faint
     dots: bool = False  # whether each point is drawn
     band: Points = ()  # outline of an area behind the curve
 
 
+def gallery(charts: Mapping[str, Sequence[Curve]], *, xlabel: str = "iteration") -> Markup:
+    """Draw charts side by side: metric -> its curves. Equal charts are drawn once, under all their
+    names, and those of numbers that never change are folded below a line that says the numbers. ""
+    without a curve."""
+    names: dict[tuple[tuple[Any, ...], ...], list[str]] = {}
+    for name, curves in charts.items():
+        if curves:
+            names.setdefault(tuple(tuple(curve.points) for curve in curves), []).append(name)
+    varied, constant = [], []
+    for lines, own in names.items():
+        title, values = EQUAL.join(own), {y for line in lines for _, y in line}
+        chart = common_chart(title, charts[own[0]], xlabel=xlabel)
+        if len(values) == 1 and max(map(len, lines)) > 1:
+            constant.append((f"{title} {number(*values)}", chart))
+        else:
+            varied.append(chart)
+    return render("gallery.html", varied=varied, constant=constant)
+
+
 def line_chart(title: str, points: Points, *, xlabel: str = "iteration", colour: int = 0) -> Markup:
     """Draw one curve with axes; points show their value on hover. "" without a finite value."""
-    points = thin([(x, y) for x, y in points if math.isfinite(y)])
-    own = [_measured(title, points, colour, xlabel)] * bool(points)
-    return common_chart(title, own, xlabel=xlabel)
+    return common_chart(title, measured(title, points, xlabel=xlabel, colour=colour), xlabel=xlabel)
 
 
 def common_chart(title: str, curves: Sequence[Curve], *, xlabel: str = "iteration") -> Markup:
@@ -66,11 +87,11 @@ def common_chart(title: str, curves: Sequence[Curve], *, xlabel: str = "iteratio
     xs = [t for t in ticks(first, last) if first <= t <= last] if last > first else [first]
     bands = [[(x, min(max(y, ys[0]), ys[-1])) for x, y in curve.band] for curve in curves]
     return render(
-        "curves.svg",
+        "curves.html",
         title=title,
-        size=(340, 190),
-        x=Scale(first, last, 52, 328),
-        y=Scale(ys[0], ys[-1], 156, 30),
+        says=sentence(title.partition(EQUAL)[0]),
+        x=Scale(first, last),
+        y=Scale(ys[0], ys[-1], 100, 0),
         x_ticks=[(t, tick_text(t, xs)) for t in xs],
         y_ticks=[(t, tick_text(t, ys)) for t in ys],
         xlabel=xlabel,
@@ -79,9 +100,14 @@ def common_chart(title: str, curves: Sequence[Curve], *, xlabel: str = "iteratio
     )
 
 
-def _measured(name: str, points: Points, colour: int, xlabel: str) -> Curve:
+def measured(
+    name: str, points: Points, *, xlabel: str = "iteration", colour: int = 0
+) -> list[Curve]:
+    """The curve of a metric; [] without a finite value. A long curve is noisy, and gets an
+    average."""
+    points = thin([(x, y) for x, y in points if math.isfinite(y)])
     noisy = len(points) > DOTTED
-    return Curve(
+    curve = Curve(
         name=name,
         colour=colour % COLOURS,
         points=points,
@@ -89,6 +115,7 @@ def _measured(name: str, points: Points, colour: int, xlabel: str) -> Curve:
         average=smooth(points) if noisy else (),
         dots=not noisy,
     )
+    return [curve] * bool(points)
 
 
 def against_chart(
@@ -98,25 +125,25 @@ def against_chart(
     legend shows; marks: (iteration, text) of vertical lines. "" unless every curve has a finite
     value."""
     # each curve has an axis of its own: a common one would flatten the curve with the smaller range
-    finite = {k: thin([(x, y) for x, y in p if math.isfinite(y)]) for k, p in curves.items()}
-    if not all(finite.values()):
+    found = [measured(name, own, colour=i) for i, (name, own) in enumerate(curves.items())]
+    if not all(found):
         return Markup()
-    xs = [x for points in finite.values() for x, _ in points]
+    xs = [x for (curve,) in found for x, _ in curve.points]
     first, last = min(xs), max(xs)
     drawn, ends = [], [(0.0, "lowest"), (1.0, "highest")]
-    for i, (name, points) in enumerate(finite.items()):
-        low, high = min(y for _, y in points), max(y for _, y in points)
-        own = Scale(low, high, 0, 1)
-        one = _measured(f"{name} {number(low)} to {number(high)}", points, i, "iteration")
-        scaled = [(x, own(y)) for x, y in points]
-        average = [(x, own(y)) for x, y in one.average]
-        drawn.append(replace(one, points=scaled, average=average))
+    for (curve,) in found:
+        low, high = min(y for _, y in curve.points), max(y for _, y in curve.points)
+        own, name = Scale(low, high, 0, 1), f"{curve.name} {number(low)} to {number(high)}"
+        scaled = [(x, own(y)) for x, y in curve.points]
+        average = [(x, own(y)) for x, y in curve.average]
+        drawn.append(replace(curve, name=name, points=scaled, average=average))
     return render(
-        "curves.svg",
+        "curves.html",
         title=title,
-        size=(640, 260),
-        x=Scale(first, last, 60, 390),
-        y=Scale(0, 1, 226, 30),
+        says="Each curve from its own lowest to its own highest value. Where the trained reward"
+        " rises and the other one falls, the trained reward is being exploited.",
+        x=Scale(first, last),
+        y=Scale(0, 1, 100, 0),
         x_ticks=[(t, f"{t:g}") for t in ticks(first, last) if first <= t <= last],
         y_ticks=ends,
         xlabel="iteration",
@@ -134,14 +161,14 @@ def best_of_chart(title: str, curves: Mapping[str, Sequence[float | None]]) -> M
     longest = max(map(len, drawn.values()))
     ys = ticks(min(map(min, drawn.values())), max(map(max, drawn.values())))
     return render(
-        "curves.svg",
+        "curves.html",
         title=title,
-        size=(640, 260),
-        x=Scale(0, math.log(longest), 60, 490),
-        y=Scale(ys[0], ys[-1], 226, 30),
+        says="",
+        x=Scale(0, math.log(longest)),
+        y=Scale(ys[0], ys[-1], 100, 0),
         x_ticks=[(math.log(2**k), 2**k) for k in range(longest.bit_length())],
         y_ticks=[(t, f"{t:.4g}") for t in ys],
-        xlabel="",
+        xlabel="N",
         curves=[_best_of(name, own, i) for i, (name, own) in enumerate(drawn.items())],
         legend=True,
     )
@@ -165,16 +192,13 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> Markup:
         low = 0.0
     xs = ticks(low, high, 5)
     return render(
-        "intervals.svg",
-        width=640,
-        x=Scale(xs[0], xs[-1], 190, 610),
+        "intervals.html",
+        x=Scale(xs[0], xs[-1]),
         x_ticks=[(t, tick_text(t, xs)) for t in xs],
         rows=[
-            (label, mean, low, high, f"{label}: {number(mean)} [{number(low)}, {number(high)}]")
+            (label, mean, low, high, interval_text({"mean": mean, "ci": (low, high)}))
             for label, mean, low, high in rows
         ],
-        step=34,
-        top=8,
     )
 
 

@@ -77,12 +77,13 @@ def grouped(paths: Sequence[Path], key: str | None = None) -> Groups:
     return groups
 
 
-def metrics_of(groups: Groups) -> list[str]:
-    """Metrics of any run's evaluation, the headline first; [""] where there are none."""
+def metrics_of(groups: Groups) -> dict[str, str]:
+    """Metric -> its title, for metrics of any run's evaluation, the headline first; "" where there
+    are none."""
     runs = [run for group in groups.values() for run in group]
     rows = [row for run in runs for row in run.folder.evaluation.get("rows", [])]
     paired = {name: 0 for run in runs for name in run.paired}
-    return distinct_metrics({"rows": rows, "paired": paired}) or [""]
+    return distinct_metrics({"rows": rows, "paired": paired}) or {"": ""}
 
 
 def numbers_of(metric: str, group: str, runs: Sequence[ComparedRun]) -> dict[str, Any]:
@@ -173,8 +174,8 @@ def written(groups: Groups, suffix: str) -> str:
         return buffer.getvalue()
     form, comment = (tables.latex, "% ") if suffix == ".tex" else (tables.markdown, "")
     parts = ["% needs \\usepackage{booktabs}"] * bool(comment)
-    for metric in metrics_of(groups):
-        parts += [comment + metric, form((*HEADS, *COST), lines(groups, metric))]
+    for metric, title in metrics_of(groups).items():
+        parts += [comment + title, form((*HEADS, *COST), lines(groups, metric))]
     return "\n\n".join([*parts, *(comment + note for note in notes(groups))]) + "\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -28,20 +28,19 @@ def build(groups: compared.Groups, output: Path) -> Path:
 def page(groups: compared.Groups) -> Markup:
     """Make the page, without writing anything."""
     metrics = compared.metrics_of(groups)
+    first = next(iter(metrics))
     return render(
         "comparison.html",
         date=datetime.date.today().isoformat(),
         notes=compared.notes(groups),
-        intervals=_intervals(groups, metrics[0]),
+        intervals=_intervals(groups, first),
         heads=[*compared.HEADS, *compared.COST],
-        tables={metric: compared.lines(groups, metric) for metric in metrics},
+        tables={title: compared.lines(groups, name) for name, title in metrics.items()},
         legend=[(name, i % charts.COLOURS) for i, name in enumerate(groups)],
-        charts=_charts(groups),
+        charts=charts.gallery(_curves(groups)),
         names=["", *groups],
         settings=[[key, *values] for key, values in compared.differences(groups).items()],
-        runs=compared.lines(
-            {run.name: [run] for own in groups.values() for run in own}, metrics[0]
-        ),
+        runs=compared.lines({run.name: [run] for own in groups.values() for run in own}, first),
     )
 
 
@@ -56,14 +55,13 @@ def _intervals(groups: compared.Groups, metric: str) -> Markup:
     return charts.interval_chart(known) if known else Markup()
 
 
-def _charts(groups: compared.Groups) -> Iterator[Markup]:
-    """Draw every metric that a run's own page draws."""
+def _curves(groups: compared.Groups) -> dict[str, list[charts.Curve]]:
+    """The curves of every metric that a run's own page draws."""
     rows = [row for runs in groups.values() for run in runs for row in run.folder.metrics]
     names = sorted({key for row in rows for key in row})
-    for prefixes in CURVES.values():
-        for name in (name for name in names if name.startswith(prefixes)):
-            curves = [_curve(i, runs, name) for i, runs in enumerate(groups.items())]
-            yield charts.common_chart(name, [curve for curve in curves if curve])
+    shown = [n for prefixes in CURVES.values() for n in names if n.startswith(prefixes)]
+    found = {n: [_curve(i, own, n) for i, own in enumerate(groups.items())] for n in shown}
+    return {name: [curve for curve in curves if curve] for name, curves in found.items()}
 
 
 def _curve(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from flowrl.runtime.statistics import ENOUGH
 
 HEADS = ("guidance", "steps", "images", "calls/image")
+EQUAL = " = "  # between names of metrics that are equal
 
 
 def evaluation_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
@@ -30,14 +30,30 @@ def metric_names(evaluation: dict[str, Any]) -> list[str]:
     return sorted(names, key=lambda name: (name not in paired, not name.endswith("strict")))
 
 
-def distinct_metrics(evaluation: dict[str, Any]) -> list[str]:
-    """Metrics without those that repeat an earlier one in every row (a total of one reward)."""
+def distinct_metrics(evaluation: dict[str, Any]) -> dict[str, str]:
+    """Metric -> its title, without metrics that show the numbers of an earlier one in every row (a
+    total of one reward): the title of the earlier one names them."""
     rows = evaluation_rows(evaluation)
-    out: dict[str, str] = {}
+    names: dict[tuple[str, ...], list[str]] = {}
     for name in metric_names(evaluation):
-        values = [row.get("metrics", {}).get(name) for row in rows]
-        out.setdefault(json.dumps(values), name)
-    return list(out.values())
+        shown = tuple(interval_text(row.get("metrics", {}).get(name)) for row in rows)
+        names.setdefault(shown, []).append(name)
+    return {own[0]: EQUAL.join(own) for own in names.values()}
+
+
+def before_and_after(evaluation: dict[str, Any], metric: str) -> list[str]:
+    """A metric's means in the rows "before" and "after", as tables show them; [] where one is
+    missing."""
+    rows = {row.get("name"): row for row in evaluation.get("rows", [])}
+    found = [rows.get(side, {}).get("metrics", {}).get(metric) for side in ("before", "after")]
+    texts = [interval_text(entry).partition(" ")[0] for entry in found]
+    return texts if all(texts) else []
+
+
+def too_small(evaluation: dict[str, Any], metric: str) -> bool:
+    """Whether a metric is the same before and after in the digits that are shown: then no p-value
+    is told, and no verdict."""
+    return len({*before_and_after(evaluation, metric)}) == 1
 
 
 def row_head(row: dict[str, Any]) -> list[str]:
@@ -85,13 +101,16 @@ def of_few(paired: Mapping[str, Any]) -> bool:
     return paired.get("clusters", ENOUGH) < ENOUGH
 
 
-def paired_sentence(metric: str, paired: dict[str, Any]) -> str:
+def paired_sentence(evaluation: dict[str, Any], metric: str, title: str = "") -> str:
     """The difference of a metric, "after" minus "before", with its interval and p, if it has."""
-    said = f"{metric} {interval_text(paired, key='difference')}"
+    paired = evaluation["paired"][metric]
+    said = f"{title or metric} {interval_text(paired, key='difference')}"
     if paired["ci"] is None:
         images = f"the {paired.get('n', 'only')} images are of 1 prompt"
         return f"{said}, no interval: {images}; raise eval.images"
     if of_few(paired):
         return f"{said}, no p-value of {paired['clusters']} prompts, 95% paired bootstrap"
     p = f", p = {paired['p']:.2g}" if paired.get("p") is not None else ""
+    if too_small(evaluation, metric):
+        p = ", no p-value of means that are equal in the digits shown"
     return f"{said}{p}, 95% paired bootstrap"

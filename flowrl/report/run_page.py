@@ -10,28 +10,30 @@ from __future__ import annotations
 import base64
 import datetime
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from flowrl.report import answers, suite_page, watch_page
-from flowrl.report.charts import interval_chart, line_chart, stacked_bar
+from flowrl.report.charts import gallery, interval_chart, measured, stacked_bar
 from flowrl.report.numbers import (
     HEADS,
+    before_and_after,
+    distinct_metrics,
     evaluation_rows,
     interval_text,
-    mean_of,
-    metric_names,
     of_few,
     paired_sentence,
     row_head,
+    too_small,
 )
 from flowrl.report.render import render
 from flowrl.report.watch_page import points
 from flowrl.runtime import yaml_text
 from flowrl.runtime.log import logger
+from flowrl.runtime.statistics import ENOUGH
 from flowrl.runtime.store import files, history, side_files
 from flowrl.runtime.store.run_folder import RunFolder, environment, read, read_peak
 from flowrl.runtime.store.side_files import EDITED, shortened, spared
@@ -42,7 +44,8 @@ Rows = Sequence[dict[str, Any]]  # rows of evaluation.json
 CURVES = {  # heading -> prefixes of metrics.jsonl
     "Reward": ("reward/",),
     "Held-out evaluation": ("eval/",),
-    "Policy": ("policy/", "loss"),
+    "Updates": ("policy/", "loss", "gradient/", "optimizer/lr"),
+    "Samples and prompts": ("diversity/", "prompts/", "replay/"),
 }
 PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # first and last bytes of a whole PNG file
 # endings of metrics that are no phases: sums, work and shares
@@ -66,12 +69,13 @@ def page(run: RunFolder) -> Markup:
     peak = spared(run.notes, read_peak, run.path, empty={})
     recorded = spared(run.notes, _environment, run, empty={})
     suites = suite_page.section(run.path, run.notes)
+    chips = _chips(run, settings)
     return render(
         "run.html",
         run=run,
         date=datetime.date.today().isoformat(),
-        chips=_chips(run, settings),
-        result=_result(run.evaluation),
+        chips=chips,
+        result=_result(run.evaluation, chips),
         suites=suites,
         pictures=_pictures(run.path / "samples"),
         arrays=_arrays(run.path / "samples"),
@@ -117,6 +121,7 @@ def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
     keys = ("model", "algorithm", "reward", "seed")
     named = {key: name_of(key, settings.get(key)) for key in keys}
     chips = {key: name for key, name in named.items() if name is not None}
+    chips |= {"model": plain_name(chips["model"])} if "model" in chips else {}
     if run.metrics:
         chips["iterations"] = str(len(run.metrics))
         seconds = _sums(run.metrics).get("time/iteration")
@@ -135,6 +140,17 @@ def name_of(key: str, value: Any) -> str | None:
     return str(value) if isinstance(value, str | int | float) else labels
 
 
+def plain_name(model: str) -> str:
+    """Name a model without folder, owner and commit.
+
+    >>> plain_name("stabilityai/stable-diffusion-3.5-medium@b940f67")
+    'stable-diffusion-3.5-medium'
+    """
+    if model.startswith("package:flowrl."):
+        return "the embedded model"
+    return model.partition("@")[0].rstrip("/").rpartition("/")[2] or model
+
+
 def _duration(seconds: float) -> str:
     hours, minutes = divmod(round(seconds) // 60, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {round(seconds) % 60:02d} s"
@@ -144,49 +160,57 @@ def _duration(seconds: float) -> str:
 # result
 
 
-def _result(evaluation: dict[str, Any]) -> Markup | None:
-    """Show the improvement and all rows; None where nothing was measured."""
-    rows, metrics = evaluation_rows(evaluation), metric_names(evaluation)
-    if not rows or not metrics:
+def _result(evaluation: dict[str, Any], chips: Mapping[str, str]) -> Markup | None:
+    """Show the improvement and all rows; None where nothing was measured. chips: the names of
+    method and model."""
+    rows, titles = evaluation_rows(evaluation), distinct_metrics(evaluation)
+    if not rows or not titles:
         return None
-    metric, paired = metrics[0], evaluation.get("paired", {})
+    metric, title = next(iter(titles.items()))
+    paired = evaluation.get("paired", {})
     tasks = {str(row.get("name", "")): row.get("tasks", {}).get(metric, {}) for row in rows}
+    # settings in which rows differ are columns; the others are said once
+    settings = dict(zip(("", *HEADS), zip(*map(row_head, rows), strict=True), strict=True))
+    differ = {head: cells for head, cells in settings.items() if not head or len({*cells}) > 1}
+    cells = [[interval_text(row.get("metrics", {}).get(name)) for name in titles] for row in rows]
     return render(
         "result.html",
-        metric=metric,
-        headline=_headline(paired[metric], metric, rows) if metric in paired else None,
+        metric=title,
+        headline=_headline(evaluation, metric, chips) if metric in paired else None,
+        paired=paired.get(metric),
+        enough=ENOUGH,
         intervals=_intervals(metric, rows),
-        heads=["", *HEADS, *metrics],
-        rows=[_cells(row, metrics) for row in rows],
-        differences=[paired_sentence(name, paired[name]) for name in metrics if name in paired],
+        same=[f"{head} {cells[0]}" for head, cells in settings.items() if head not in differ],
+        heads=[*differ, *titles.values()],
+        rows=[
+            [*own, *of] for own, of in zip(zip(*differ.values(), strict=True), cells, strict=True)
+        ],
+        differences=[paired_sentence(evaluation, n, t) for n, t in titles.items() if n in paired],
         task_heads=["task", *tasks],
         tasks=_task_lines(list(tasks.values())),
     )
 
 
-def _cells(row: dict[str, Any], metrics: Sequence[str]) -> list[str]:
-    values = row.get("metrics", {})
-    return [*row_head(row), *(interval_text(values.get(name)) for name in metrics)]
-
-
-def _headline(paired: dict[str, Any], metric: str, rows: Rows) -> dict[str, Any]:
-    ci, verdict, css = paired["ci"], "no clear change", ""
+def _headline(evaluation: dict[str, Any], metric: str, chips: Mapping[str, str]) -> dict[str, str]:
+    """Say in a sentence what a difference bears: which method changed which metric of which
+    model."""
+    paired, css = evaluation["paired"][metric], ""
+    ci, means = paired["ci"], before_and_after(evaluation, metric)
+    method = chips.get("algorithm", "training")
+    what = metric + (f" of {chips['model']}" if "model" in chips else "")
     if of_few(paired):
-        verdict = "was measured on too few prompts for a verdict"
+        said = f"{what} was measured on too few prompts for a verdict on {method}"
+    elif too_small(evaluation, metric):
+        said = f"{what} is the same before and after {method}, in the digits shown"
     elif ci and ci[0] > 0:
-        verdict, css = "improved", "good"
+        said, css = f"{method} improved {what}", "good"
     elif ci and ci[1] < 0:
-        verdict, css = "got worse", "bad"
+        said, css = f"{method} made {what} worse", "bad"
+    else:
+        said = f"{method} did not change {what} clearly"
     gain, _, interval = interval_text(paired, key="difference").rstrip("]").partition(" [")
-    means = [mean_of(row.get("metrics", {}).get(metric)) for row in (rows[0], rows[-1])]
-    return {
-        "gain": gain,
-        "interval": interval.replace(", ", " to "),
-        "verdict": verdict,
-        "css": css,
-        "means": [] if None in means else [f"{mean:.3f}" for mean in means],
-        "clusters": paired.get("clusters"),
-    }
+    said += f": {means[0]} before, {means[1]} after" if means else ""
+    return {"gain": gain, "interval": interval.replace(", ", " to "), "said": said, "css": css}
 
 
 def _intervals(metric: str, rows: Rows) -> Markup:
@@ -234,7 +258,7 @@ def _png(path: Path) -> bytes:
 # metrics
 
 
-def _curves(metrics: Metrics) -> dict[str, list[Markup]]:
+def _curves(metrics: Metrics) -> dict[str, Markup]:
     """Heading -> charts; headings without charts are left out."""
     names = dict.fromkeys(
         key for row in metrics for key, v in row.items() if isinstance(v, int | float)
@@ -244,12 +268,12 @@ def _curves(metrics: Metrics) -> dict[str, list[Markup]]:
         shown = sorted(
             (n for n in names if n.startswith(prefixes)), key=lambda n: (n != "reward/total", n)
         )
-        out[heading] = [line_chart(n, points(metrics, n), colour=colour) for n in shown]
+        out[heading] = gallery({n: measured(n, points(metrics, n), colour=colour) for n in shown})
     out["Variance of rewards decided by each step"] = _decisive_steps(metrics)
-    return {heading: charts for heading, charts in out.items() if any(charts)}
+    return {heading: charts for heading, charts in out.items() if charts}
 
 
-def _decisive_steps(metrics: Metrics) -> list[Markup]:
+def _decisive_steps(metrics: Metrics) -> Markup:
     """Draw the share of the variance of rewards that each step of a plan with forks decides, a mean
     over iterations."""
     by_step: dict[int, list[float]] = {}
@@ -259,7 +283,8 @@ def _decisive_steps(metrics: Metrics) -> list[Markup]:
             if step.isdecimal() and isinstance(value, int | float):
                 by_step.setdefault(int(step), []).append(value)
     points = [(float(step), sum(values) / len(values)) for step, values in sorted(by_step.items())]
-    return [line_chart("tree/variance", points, xlabel="step")]
+    name = "tree/variance"
+    return gallery({name: measured(name, points, xlabel="step")}, xlabel="step")
 
 
 def _bars(metrics: Metrics) -> dict[str, Markup]:

@@ -24,7 +24,7 @@ from flowrl.runtime.text import printable
 def evaluation_table(evaluation: dict[str, Any]) -> Table:
     """Show a row for each setting, with mean and interval of the metrics; the paired difference
     stands below."""
-    rows, metrics = evaluation_rows(evaluation), distinct_metrics(evaluation)[:2]
+    rows, metrics = evaluation_rows(evaluation), [*distinct_metrics(evaluation)][:2]
     out = _table(", ".join(["Held-out prompts", *_same(rows)]), caption_justify="left")
     out.add_column("", overflow="fold")
     for name in (HEADS[0], HEADS[-1].replace("/", "/\n"), *metrics):
@@ -35,7 +35,7 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
         style = "bold" if row is rows[-1] else ""
         out.add_row(printable(name), guidance, calls, *cells, style=style)
     paired = evaluation.get("paired", {})
-    found = [paired_sentence(metric, paired[metric]) for metric in metrics if metric in paired]
+    found = [paired_sentence(evaluation, metric) for metric in metrics if metric in paired]
     out.caption = "\n".join(found) or None
     return out
 
@@ -73,10 +73,10 @@ def matrix_table(matrix: Mapping[str, Any]) -> Table:
 def comparison_tables(groups: comparison.Groups) -> list[Table | str]:
     """Tables and sentences that `flowrl report` prints for several runs."""
     heads, out = [*comparison.HEADS[:4], "gain [over seeds]", "over prompts"], []
-    for metric in comparison.metrics_of(groups):
+    for metric, title in comparison.metrics_of(groups).items():
         lines = comparison.lines(groups, metric)
         cells = [[*line[:4], " ".join(line[4:6]).strip(), line[6]] for line in lines]
-        out += [_text_table(f"{metric}, held out, 95% intervals", heads, cells)] * bool(metric)
+        out += [_text_table(f"{title}, held out, 95% intervals", heads, cells)] * bool(metric)
     cost = [[line[0], *line[len(comparison.HEADS) :]] for line in lines]
     out.append(_text_table("Cost of a run", ["", *comparison.COST], cost))
     return [*out, *comparison.notes(groups)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flowrl.report.charts import Points, against_chart, line_chart
+from flowrl.report.charts import Points, against_chart, gallery, measured
 
 # names that are no detectors
 OF_THE_PEAK = ("held_out", "best", "peak", "below", "past_peak", "rate")
@@ -27,11 +27,11 @@ def against(metrics: Sequence[dict[str, Any]], peak: dict[str, Any]) -> Markup:
     return against_chart("Proxy against held-out", curves, marks=marks)
 
 
-def detectors(metrics: Sequence[dict[str, Any]]) -> list[Markup]:
+def detectors(metrics: Sequence[dict[str, Any]]) -> Markup:
     """Draw a chart of each detector of the run."""
     names = dict.fromkeys(name for row in metrics for name in row if name.startswith("watch/"))
     shown = [name for name in names if name.removeprefix("watch/") not in OF_THE_PEAK]
-    return [line_chart(name, points(metrics, name), colour=3) for name in shown]
+    return gallery({name: measured(name, points(metrics, name), colour=3) for name in shown})
 
 
 def points(metrics: Sequence[dict[str, Any]], name: str) -> Points:

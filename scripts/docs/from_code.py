@@ -1,5 +1,5 @@
 """Write what pages take from the code: the table of other trainers' words in docs/coming_from.md,
-and under the equations of every method's page the files that compute them.
+docs/metrics.md, and under the equations of every method's page the files that compute them.
 
 python scripts/docs/from_code.py    # a test checks that the pages are up to date
 """
@@ -14,7 +14,14 @@ import yaml
 
 from flowrl.config import build, schema
 from flowrl.config.load import FILE_OF_SYNONYMS, load_config
+from flowrl.report import described
 
+METRICS = """\
+Every line of `metrics.jsonl` holds the metrics of an iteration, and reports and trackers show them
+under the same names. Words in capitals stand for any text. Means are over trained rows, unless said
+otherwise. [The page of a method](algorithms/index.md) says which ones it logs.
+
+<!-- written by scripts/docs/from_code.py from flowrl/report/templates/metrics.yaml -->"""
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = re.compile(r"(?<=<!-- words -->\n).*(?=<!-- /words -->)", re.S)
 CODE = re.compile(r"(?:^Code: [^\n]*\n\n)?(?=^## Logged metrics$)", re.M)
@@ -43,10 +50,20 @@ def code(name: str) -> str:
     return "Code: " + ", ".join(f"`{file}`" for file in files) + ".\n\n"
 
 
+def metrics() -> str:
+    """The page of all metrics, from the table that reports read."""
+    lines = ["# Metrics", "", METRICS]
+    for heading, entries in described.table().items():
+        lines += ["", f"## {heading}", "", "| metric | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {said} |" for name, said in entries.items()]
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """Every page that holds such a part -> its text as it should be."""
     page = ROOT / "docs" / "coming_from.md"
     out = {page: TABLE.sub(lambda _: words(), page.read_text(encoding="utf-8"))}
+    out[ROOT / "docs" / "metrics.md"] = metrics()
     for name in schema.options("algorithm"):
         page, line = ROOT / "docs" / "algorithms" / f"{name}.md", code(name)
         out[page] = CODE.sub(line, page.read_text(encoding="utf-8"), count=1)

@@ -281,7 +281,7 @@ def test_words_of_other_trainers_and_the_files_of_methods_are_those_of_the_code(
     grpo = "`flowrl/algorithms/grpo.py`, `flowrl/algorithms/common/transitions.py`"
     assert f"{grpo}, `samplers/flow_sde.py`.\n" in made["docs/algorithms/flow_grpo.md"]
     assert "| `learning_rate`, `unet_lr` | optimizer.lr |" in made["docs/coming_from.md"]
-    assert len(made) == 1 + len(ALGORITHMS)
+    assert len(made) == 2 + len(ALGORITHMS)
 
 
 def test_the_readme_cites_what_citation_cff_says():

@@ -16,7 +16,7 @@ from page import Page
 from rich.console import Console
 
 from flowrl.config.load import diff, dump, load_config
-from flowrl.report import answers, charts, grids, run_page, terminal
+from flowrl.report import answers, charts, described, grids, run_page, terminal
 
 
 def interval(mean, half):
@@ -74,7 +74,10 @@ def page_of(run):
 def test_the_page_says_what_the_run_found(run):
     html, page = page_of(run)
     assert run_page.build(run) == run.resolve() / "report.html"
-    assert "+0.280" in page.text and "shapes/strict improved: 0.210 → 0.490" in page.text
+    assert (
+        "+0.280" in page.text
+        and "nft improved shapes/strict of shapes-sd3: 0.210 before, 0.490 after" in page.text
+    )
     assert "+0.235 to +0.325" in page.text
     for said in ("before, guidance 3", "0.360", "[0.330, 0.390]", "3.0", "512", "20"):
         assert said in page.text, said
@@ -164,18 +167,22 @@ def test_before_comes_first_and_after_last_in_whatever_order_they_were_measured(
     first, middle, last = EVALUATION["rows"]
     (run / "evaluation.json").write_text(json.dumps(EVALUATION | {"rows": [last, middle, first]}))
     html, page = page_of(run)
-    assert "improved: 0.210 → 0.490" in page.text
+    assert "improved shapes/strict of shapes-sd3: 0.210 before, 0.490 after" in page.text
     found = re.findall(r"<tr><td>([^<]+)</td><td>(?:none|3\.0)", html)
     assert found == ["before", "before, guidance 3", "after"]
 
 
 def test_a_worse_or_unclear_result_is_called_so(run):
-    cases = ([-0.2, -0.1], "got worse", '"bad"'), ([-0.1, 0.2], "no clear change", '""')
+    what = "shapes/strict of shapes-sd3"
+    cases = (
+        ([-0.2, -0.1], f"made {what} worse", '"bad"'),
+        ([-0.1, 0.2], f"did not change {what}", '""'),
+    )
     for ci, said, css in cases:
         paired = {"shapes/strict": {"difference": sum(ci) / 2, "ci": ci, "p": 0.5}}
         (run / "evaluation.json").write_text(json.dumps(EVALUATION | {"paired": paired}))
         html, page = page_of(run)
-        assert f"shapes/strict {said}" in page.text and f"<strong class={css}>" in html
+        assert f"nft {said}" in page.text and f"<strong class={css}>" in html
 
 
 def test_text_from_the_run_is_escaped(run):
@@ -216,7 +223,7 @@ def test_the_command_that_repeats_a_run_composes_to_the_same_config_and_another_
 def test_the_page_says_how_many_prompts_were_resampled(run):
     paired = {"shapes/strict": {"difference": 0.28, "ci": [0.2, 0.3], "clusters": 87}}
     (run / "evaluation.json").write_text(json.dumps(EVALUATION | {"paired": paired}))
-    assert "same seeds; 87 different prompts were resampled." in page_of(run)[1].text
+    assert "the same 87 different prompts and the same noise." in page_of(run)[1].text
 
 
 def test_a_line_that_is_cut_short_or_damaged_is_noted_and_left_out(run):
@@ -309,6 +316,42 @@ def test_every_colour_that_charts_name_is_in_the_style_sheet_for_light_and_for_d
     assert named == list(range(charts.COLOURS)) * 2
 
 
+def luminance(colour):
+    """The relative luminance of #rrggbb (WCAG 2)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_colours_stand_out_from_panel_and_paper_and_no_text_is_small():
+    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
+    roots = re.findall(r":root \{(.*?)\}", style, re.S)
+    for theme in (roots[0] + roots[2], roots[1] + roots[3]):  # light, dark
+        colours = dict(re.findall(r"--([\w-]+): (#\w{6})", theme))
+        grounds = [luminance(colours.pop(name)) for name in ("paper", "panel")]
+        del colours["rule"]
+        assert len(colours) == charts.COLOURS + 4
+        for name, colour in colours.items():
+            for ground in grounds:
+                low, high = sorted((ground, luminance(colour)))
+                contrast = (high + 0.05) / (low + 0.05)
+                assert contrast >= (3 if name.startswith("chart") else 4.5), (name, contrast)
+    sizes = re.findall(r"font(?:-size)?:[^;]*?([\d.]+)px", style)
+    assert len(sizes) > 10 and min(map(float, sizes)) >= 11
+    # a text in an SVG would shrink with the page
+    drawn = charts.line_chart("x", [(0, 1.0), (1, 2.0)]) + charts.interval_chart([("a", 1, 0, 2)])
+    assert "<text" not in drawn and ">0.5<" in drawn
+
+
+def test_the_line_under_a_chart_is_that_of_the_table_of_metrics(run):
+    _, page = page_of(run)
+    assert "Mean of the weighted sum of all rewards over the valid samples" in page.text
+    assert described.sentence("reward/clip/small/mean").startswith("Mean of one reward")
+    assert described.sentence("time/vae_work") != described.sentence("time/rollout")
+    assert described.sentence("mine/number") == ""
+    assert "mine/number" in charts.line_chart("mine/number", [(0, 1.0)])
+
+
 # --- charts
 
 
@@ -392,28 +435,57 @@ def test_small_differences_are_not_rounded_away(capsys):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "said", "verdict"),
+    ("prompts", "after", "said", "verdict"),
     [
-        (1, "r +0.000400, no interval: the 4 images are of 1 prompt; raise eval.images", "too few"),
+        (1, 0.6, "no interval: the 4 images are of 1 prompt; raise eval.images", "too few prompts"),
         (
             9,
-            "r +0.000400 [+0.000300, +0.000500], no p-value of 9 prompts, 95% paired bootstrap",
+            0.6,
+            "[+0.000300, +0.000500], no p-value of 9 prompts, 95% paired bootstrap",
             "too few",
         ),
-        (10, "r +0.000400 [+0.000300, +0.000500], p = 0.0002, 95% paired bootstrap", "improved"),
+        (10, 0.6, "[+0.000300, +0.000500], p = 0.0002, 95% paired bootstrap", "nft improved r of"),
+        (
+            10,
+            0.5004,
+            "[+0.000300, +0.000500], no p-value of means that are equal in the digits shown, 95%"
+            " paired bootstrap",
+            "r of shapes-sd3 is the same before and after nft, in the digits shown: 0.500 before",
+        ),
     ],
 )
-def test_few_prompts_make_no_verdict_in_terminal_and_report(run, prompts, said, verdict):
-    entry = {**interval(0.5, 0.1), "clusters": prompts}
-    rows = [{"name": name, "images": 4, "metrics": {"r": entry}} for name in ("before", "after")]
+def test_a_verdict_needs_ten_prompts_and_digits_that_differ(run, prompts, after, said, verdict):
+    means = {"before": 0.5, "after": after}
+    rows = [
+        {"name": name, "images": 4, "metrics": {"r": {**interval(mean, 0.1), "clusters": prompts}}}
+        for name, mean in means.items()
+    ]
     ends = [3e-4, 5e-4] if prompts > 1 else None
     change = {"difference": 4e-4, "ci": ends, "p": 2e-4, "n": 4, "clusters": prompts}
     evaluation = {"rows": rows, "paired": {"r": change}}
-    assert (table := terminal.evaluation_table(evaluation)).caption == said
+    assert (table := terminal.evaluation_table(evaluation)).caption.removeprefix(
+        "r +0.000400"
+    ).lstrip(", ") == said
     of = f"4 images of {prompts} text{'s' * (prompts > 1)}"
     assert of in table.title
     (run / "evaluation.json").write_text(json.dumps(evaluation))
     text = page_of(run)[1].text
-    assert said in text
-    assert ("r improved" in text) == (verdict == "improved")
-    assert ("too few prompts for a verdict" in text) == (verdict == "too few")
+    assert said in text and verdict in text
+    assert ("improved" in text) == ("improved" in verdict)
+    assert f"of {prompts} different prompt" in text
+    assert ("A verdict needs 10 different prompts" in text) == (prompts < 10)
+
+
+def test_equal_metrics_are_one_column_and_one_chart_that_names_them_all(run):
+    strict = {"shapes/strict": interval(0.2, 0.1), "total": interval(0.2, 0.1)}
+    rows = [{"name": name, "metrics": strict} for name in ("before", "after")]
+    (run / "evaluation.json").write_text(json.dumps({"rows": rows}))
+    lines = [
+        {"iteration": i, "reward/total": i, "reward/a/mean": i, "policy/kl": 2} for i in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html, page = page_of(run)
+    assert html.count("<th>shapes/strict = total</th>") == 1 and "<th>total" not in html
+    assert html.count('aria-label="reward/total = reward/a/mean"') == 1
+    assert "Never changed: policy/kl 2.00" in page.text
+    assert "policy/kl" not in html.partition('<details class="constant">')[0]
