@@ -20,6 +20,7 @@ from flowrl.cli import (
     export,
     generate,
     init,
+    live,
     report,
     score,
     serve,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, dict[str, Any]] = {  # heading -> its commands, in the order
     "Look": {
         "evaluate": evaluate.evaluate,
         "report": report.report,
+        "live": live.live,
         "show": show.show,
         "list": list_.list_choices,
         "env": env.env,

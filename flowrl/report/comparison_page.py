@@ -25,12 +25,13 @@ def build(groups: compared.Groups, output: Path) -> Path:
     return files.write(output, page(groups))
 
 
-def page(groups: compared.Groups) -> Markup:
-    """Make the page, without writing anything."""
+def page(groups: compared.Groups, template: str = "comparison.html", **more: str) -> Markup:
+    """Make the page, without writing anything. template: comparison.html, or one that extends it
+    and takes `more`."""
     metrics = compared.metrics_of(groups)
     first = next(iter(metrics))
     return render(
-        "comparison.html",
+        template,
         date=datetime.date.today().isoformat(),
         notes=compared.notes(groups),
         intervals=_intervals(groups, first),
@@ -41,6 +42,7 @@ def page(groups: compared.Groups) -> Markup:
         names=["", *groups],
         settings=[[key, *values] for key, values in compared.differences(groups).items()],
         runs=compared.lines({run.name: [run] for own in groups.values() for run in own}, first),
+        **more,
     )
 
 

@@ -62,16 +62,16 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
     return files.write(output or run.path / "report.html", html)
 
 
-def page(run: RunFolder) -> Markup:
+def page(run: RunFolder, template: str = "run.html", **more: str) -> Markup:
     """Make the page, without writing anything. A damaged file leaves a sentence in the run's notes,
-    and the rest is shown."""
+    and the rest is shown. template: run.html, or one that extends it and takes `more`."""
     settings = spared(run.notes, settings_of, run, empty={})
     peak = spared(run.notes, read_peak, run.path, empty={})
     recorded = spared(run.notes, _environment, run, empty={})
     suites = suite_page.section(run.path, run.notes)
     chips = _chips(run, settings)
     return render(
-        "run.html",
+        template,
         run=run,
         date=datetime.date.today().isoformat(),
         chips=chips,
@@ -89,6 +89,7 @@ def page(run: RunFolder) -> Markup:
         command=_command_again(run, settings),
         recorded=bool(recorded),
         environment=recorded or environment(),
+        **more,
     )
 
 

@@ -122,13 +122,17 @@ def _temporary_name() -> str:
 
 def _writer_is_gone(name: str) -> bool:
     match = WRITER.fullmatch(name)
-    if match is None or match["host"] != socket.gethostname():
-        return False
+    return match is not None and gone(match["host"], int(match["pid"]))
+
+
+def gone(host: str, pid: int) -> bool:
+    """Whether a process is one of this machine, and has ended."""
     try:
-        os.kill(int(match["pid"]), 0)
+        if host == socket.gethostname():
+            os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except OSError:  # the process runs, but belongs to another user
+    except (OSError, TypeError):  # the process runs, but belongs to another user
         pass
     return False
 
