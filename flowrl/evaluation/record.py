@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,17 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.data.media import encoded, media_kind, to_uint8
+from flowrl.data.media import encoded, fitting, media_kind, save, to_uint8
 from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Evaluation, spread_rows
-from flowrl.report import grids
+from flowrl.report import grids, pictures
 from flowrl.runtime.log import logger
 from flowrl.runtime.statistics import mean_interval, paired_bootstrap
 from flowrl.runtime.store import files
 from flowrl.runtime.store.run_folder import EVALUATION, read_evaluation
 
-# errors that NumPy raises about a file that was cut off or changed
-TORN = (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 Verdicts = list[bool | None]  # whether each image is right; None: not known
 
 
@@ -123,16 +119,19 @@ def _paired(
 def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) -> None:
     """Write samples/<name>.png of media that can be drawn, and samples/before_after.png as soon as
     both are there; samples/<name>.npz holds them all: "images" as bytes, or "media" fp32 as they
-    are."""
+    are. Videos are also written whole, into samples/<name>/."""
     captions = shown_prompts(prompts, len(evaluation.prompt))
     media, kind = evaluation.images, media_kind(evaluation.images.shape)
-    if kind == "videos":  # videos are shown by their middle frame
-        media = media[:, media.shape[1] // 2]
     stem = run / "samples" / name.replace(", ", "_").replace(" ", "_")
+    if kind == "videos":  # sheets and arrays show the middle frame
+        for i, video in enumerate(media):
+            save(video, fitting(stem / f"{i:02d}.mp4", video))
+        media = media[:, media.shape[1] // 2]
     if drawn := grids.drawable(media):
         files.write(stem.with_name(f"{stem.name}.png"), encoded(grids.grid(media, captions)))
     verdicts = evaluation.verdicts(spread_rows(len(evaluation.prompt), len(prompts)))
     arrays: dict[str, Any] = {f"verdicts.{key}": _marks(own) for key, own in verdicts.items()}
+    arrays["prompts"] = np.array(captions)
     key = "media" if kind == "arrays" else "images"
     arrays[key] = (media.float() if kind == "arrays" else to_uint8(media)).numpy()
     buffer = io.BytesIO()
@@ -151,13 +150,9 @@ def _kept_before(run: Path, key: str, now: np.ndarray) -> dict[str, np.ndarray]:
     path = run / "samples" / "before.npz"
     if not path.exists():
         return {}
-    try:
-        with np.load(path) as opened:
-            arrays = dict(opened)
-        sound = arrays[key].dtype == now.dtype and arrays[key].shape == now.shape
-        sound &= all(own.shape == now.shape[:1] for name, own in arrays.items() if name != key)
-    except TORN:
-        sound = False
+    arrays = pictures.arrays(path)
+    sound = key in arrays and arrays[key].dtype == now.dtype and arrays[key].shape == now.shape
+    sound &= all(own.shape == now.shape[:1] for name, own in arrays.items() if name != key)
     if not sound:
         logger.warning(f"{path} was damaged or changed; no pictures are shown before and after")
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import datetime
+import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from flowrl.report import answers, suite_page, watch_page
+from flowrl.report import answers, pictures, suite_page, watch_page
 from flowrl.report.charts import gallery, interval_chart, measured, stacked_bar
 from flowrl.report.numbers import (
     HEADS,
@@ -47,7 +48,6 @@ CURVES = {  # heading -> prefixes of metrics.jsonl
     "Updates": ("policy/", "loss", "gradient/", "optimizer/lr"),
     "Samples and prompts": ("diversity/", "prompts/", "replay/"),
 }
-PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # first and last bytes of a whole PNG file
 # endings of metrics that are no phases: sums, work and shares
 NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")
 
@@ -70,6 +70,8 @@ def page(run: RunFolder, template: str = "run.html", **more: str) -> Markup:
     recorded = spared(run.notes, _environment, run, empty={})
     suites = suite_page.section(run.path, run.notes)
     chips = _chips(run, settings)
+    # the policy of the page names the hash of its one script, so that no other runs
+    script = render("page.js")
     return render(
         template,
         run=run,
@@ -77,7 +79,9 @@ def page(run: RunFolder, template: str = "run.html", **more: str) -> Markup:
         chips=chips,
         result=_result(run.evaluation, chips),
         suites=suites,
-        pictures=_pictures(run.path / "samples"),
+        shown=pictures.of_run(run.path / "samples"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         arrays=_arrays(run.path / "samples"),
         answers=answers.folded(evaluation_rows(run.evaluation)),
         against=watch_page.against(run.metrics, peak),
@@ -161,12 +165,12 @@ def _duration(seconds: float) -> str:
 # result
 
 
-def _result(evaluation: dict[str, Any], chips: Mapping[str, str]) -> Markup | None:
-    """Show the improvement and all rows; None where nothing was measured. chips: the names of
-    method and model."""
+def _result(evaluation: dict[str, Any], chips: Mapping[str, str]) -> list[Markup]:
+    """Show the improvement, and all rows; [] where nothing was measured. chips: the names of method
+    and model."""
     rows, titles = evaluation_rows(evaluation), distinct_metrics(evaluation)
     if not rows or not titles:
-        return None
+        return []
     metric, title = next(iter(titles.items()))
     paired = evaluation.get("paired", {})
     tasks = {str(row.get("name", "")): row.get("tasks", {}).get(metric, {}) for row in rows}
@@ -174,13 +178,17 @@ def _result(evaluation: dict[str, Any], chips: Mapping[str, str]) -> Markup | No
     settings = dict(zip(("", *HEADS), zip(*map(row_head, rows), strict=True), strict=True))
     differ = {head: cells for head, cells in settings.items() if not head or len({*cells}) > 1}
     cells = [[interval_text(row.get("metrics", {}).get(name)) for name in titles] for row in rows]
-    return render(
+    improvement = render(
         "result.html",
         metric=title,
         headline=_headline(evaluation, metric, chips) if metric in paired else None,
         paired=paired.get(metric),
         enough=ENOUGH,
         intervals=_intervals(metric, rows),
+    )
+    whole = render(
+        "rows.html",
+        metric=title,
         same=[f"{head} {cells[0]}" for head, cells in settings.items() if head not in differ],
         heads=[*differ, *titles.values()],
         rows=[
@@ -190,6 +198,7 @@ def _result(evaluation: dict[str, Any], chips: Mapping[str, str]) -> Markup | No
         task_heads=["task", *tasks],
         tasks=_task_lines(list(tasks.values())),
     )
+    return [improvement, whole]
 
 
 def _headline(evaluation: dict[str, Any], metric: str, chips: Mapping[str, str]) -> dict[str, str]:
@@ -233,26 +242,11 @@ def _task_lines(columns: Sequence[dict[str, Any]]) -> list[list[str]]:
     ]
 
 
-def _pictures(samples: Path) -> dict[str, str]:
-    """Name -> PNG in base64: pairs of before and after, or the one of the two that exists."""
-    for names in (["before_after"], ["before", "after"]):
-        found = {name: png for name in names if (png := _png(samples / f"{name}.png"))}
-        if found:
-            break
-    return {name: base64.b64encode(png).decode() for name, png in found.items()}
-
-
 def _arrays(samples: Path) -> list[str]:
     """The files of media before and after that have no picture, because nothing here draws their
     shape."""
     stems = [stem for stem in ("before", "after") if (samples / f"{stem}.npz").is_file()]
     return [f"samples/{stem}.npz" for stem in stems if not (samples / f"{stem}.png").is_file()]
-
-
-def _png(path: Path) -> bytes:
-    """Read a file that can be shown as a picture; b"" for any other file."""
-    data = path.read_bytes() if path.is_file() else b""
-    return data if data.startswith(PNG) and data.endswith(PNG_END) else b""
 
 
 # ---------------------------------------------------------------------------

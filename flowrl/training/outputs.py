@@ -107,7 +107,9 @@ def start_trackers(parts: RunParts, iteration: int) -> None:
 def record(trainer: Running, it: Iteration) -> None:
     """Write a grid of samples and held-out numbers when they are due, then one line of metrics."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
-    due = it.number == 1 or it.number % cfg.checkpoint.every == 0
+    # a sheet at each tenth of the run is for the report, the others go with the checkpoints
+    tenth = it.number * 10 // cfg.iterations > (it.number - 1) * 10 // cfg.iterations
+    due = it.number == 1 or it.number % cfg.checkpoint.every == 0 or tenth
     if main and due and grids.drawable(it.shown):
         captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
         file = parts.path / "samples" / f"iteration-{it.number:06d}.png"

@@ -9,6 +9,7 @@ import small
 import torch
 
 from flowrl import load_policy
+from flowrl.data.media import read_frames
 from flowrl.evaluation.held_out import Evaluation, evaluate
 from flowrl.evaluation.record import add_row, save_images, shown_prompts
 from flowrl.report import grids
@@ -197,6 +198,21 @@ def test_pictures_of_both_rows_are_put_side_by_side(tmp_path):
         save_images(tmp_path, name, made, prompts)
     names = {p.name for p in (tmp_path / "samples").iterdir()}
     assert names >= {"before.png", "before_guided.png", "after.png", "before_after.png"}
+
+
+def test_videos_are_kept_whole_and_prompts_with_them(tmp_path):
+    prompts = [{"prompt": "a"}, {"prompt": "b"}]
+    videos = torch.rand(2, 4, 3, 16, 32)
+    save_images(tmp_path, "before", result({"r": [1.0, 0.5]}, [0, 1], videos), prompts)
+    found = sorted((tmp_path / "samples" / "before").iterdir())
+    assert [p.name for p in found] == ["00.mp4", "01.mp4"] and read_frames(found[1]).shape == (
+        4,
+        3,
+        16,
+        32,
+    )
+    with np.load(tmp_path / "samples" / "before.npz") as kept:
+        assert kept["prompts"].tolist() == ["a", "b"] and kept["images"].shape == (2, 3, 16, 32)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "img"}
+VOID = {"meta", "img", "input"}
 
 
 class Page(HTMLParser):
@@ -29,5 +29,5 @@ class Page(HTMLParser):
         assert self.stack.pop() == tag
 
     def handle_data(self, data):
-        if self.stack and self.stack[-1] not in ("style", "title"):
+        if self.stack and self.stack[-1] not in ("style", "script", "title"):
             self.text += data

@@ -1,0 +1,230 @@
+"""Pictures and videos of a run, small enough for one page: pairs of before and after training, and
+samples of the whole run. All is read from samples/; what is damaged is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+# most bytes of a page's pairs, and of its samples; base64 makes four bytes of three
+PAIRS, SAMPLES = 1_000_000, 600_000
+TINY = 96  # most pixels a side of pictures that keep every pixel
+# (side, WebP's quality) of sheets and of single pictures, from the best to the smallest
+SHEETS = ((1120, 75), (1120, 45), (768, 50), (512, 40), (256, 40))
+SINGLES = ((384, 80), (256, 75), (256, 50), (128, 40))
+CLIPS = ((256, 30), (160, 36))  # side, CRF of videos
+# (right before, right after) -> kind of a pair, and what it says
+KINDS = {
+    (0, 1): ("fixed", "fixed"),
+    (1, 0): ("broken", "broken"),
+    (1, 1): ("same", "right in both"),
+    (0, 0): ("same", "wrong in both"),
+}
+# errors that NumPy raises about a file that was cut off or changed
+TORN = (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One prompt and one noise, before and after training."""
+
+    prompt: str  # text of the prompt; "" where older versions did not keep it
+    kind: str  # "fixed", "broken" or "same", by the verdicts; "" without verdicts
+    said: str  # what the verdicts say, in words
+    pictures: list[str]  # data URIs of the two sides
+    videos: list[str]  # data URIs of the two sides as videos; [] where there are none
+    originals: list[str]  # files of the two videos, as paths in the run folder; [] for pictures
+    tiny: bool  # whether pixels are enlarged as they are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What a page shows of samples/."""
+
+    pairs: list[Pair]  # pairs of before and after; [] where a side is missing
+    judge: str  # name of the value whose verdicts make the kinds of pairs; "" without
+    sheets: dict[str, str]  # name of a file -> data URI, where there are no pairs
+    course: dict[int, str]  # iteration -> data URI of its samples, for each tenth of the run
+
+
+def of_run(samples: Path) -> Shown:
+    """Read what a page shows; a live page is made often and encodes only what has changed."""
+    files = sorted(samples.glob("**/*")) if samples.is_dir() else []
+    return _of_files(samples, tuple((str(f), f.stat().st_mtime_ns) for f in files))
+
+
+@lru_cache(maxsize=4)
+def _of_files(samples: Path, files: tuple[tuple[str, int], ...]) -> Shown:
+    """files: names and times, which tell old content from new."""
+    before, after = (arrays(samples / f"{stem}.npz") for stem in ("before", "after"))
+    sides, course = _drawn(before, after), _course(samples)
+    judged = [key for key in after if len(before.get(key, ())) * 2 == len(sides)]
+    judge = next((key for key in judged if key.startswith("verdicts.")), "")
+    pairs = _pairs(samples, sides, before, after, judge)
+    sheets = {
+        name: _opened(samples / f"{name}.png") for name in ("before_after", "before", "after")
+    }
+    whole = {name: sheet for name, sheet in sheets.items() if sheet and not pairs}
+    if "before_after" in whole:
+        whole = {"before_after": whole["before_after"]}
+    return Shown(
+        pairs=pairs,
+        judge=judge.removeprefix("verdicts."),
+        sheets=dict(zip(whole, _small(whole.values(), PAIRS, SHEETS), strict=True)),
+        course=dict(zip(course, _small(course.values(), SAMPLES, SHEETS), strict=True)),
+    )
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    """Read a file of samples that an evaluation kept; {} where it is missing or damaged."""
+    try:
+        with np.load(path) as content:
+            return dict(content)
+    except TORN:
+        return {}
+
+
+def _pairs(
+    samples: Path, sides: list[Image.Image], before: Arrays, after: Arrays, judge: str
+) -> list[Pair]:
+    places = [(i, stem) for i in range(len(sides) // 2) for stem in ("before", "after")]
+    found = [next(samples.glob(f"{stem}/{i:02d}.*"), None) for i, stem in places]
+    videos = _clips(found, PAIRS * 3 // 4)
+    pictures = _small(sides, PAIRS // 4 if any(videos) else PAIRS, SINGLES)
+    out = []
+    for i in range(len(sides) // 2):
+        own = slice(2 * i, 2 * i + 2)
+        marks = (int(before[judge][i]), int(after[judge][i])) if judge else None
+        kind, said = KINDS.get(marks, ("same", "not judged")) if marks else ("", "")
+        out.append(
+            Pair(
+                prompt=str(after["prompts"][i]) if "prompts" in after else "",
+                kind=kind,
+                said=said,
+                pictures=pictures[own],
+                videos=videos[own] if all(videos[own]) else [],
+                originals=[f"samples/{p.parent.name}/{p.name}" for p in found[own] if p],
+                tiny=max(sides[2 * i].size) <= TINY,
+            )
+        )
+    return out
+
+
+def _drawn(before: Arrays, after: Arrays) -> list[Image.Image]:
+    """Draw both sides of each pair, one after the other; [] where they do not fit together, or
+    nothing here draws their shape."""
+    key = next((key for key in ("images", "media") if key in before and key in after), "")
+    if not key or before[key].shape != after[key].shape or before[key].dtype != after[key].dtype:
+        return []
+    both = np.stack([before[key], after[key]], 1).reshape(-1, *after[key].shape[1:])
+    if key == "images" and (both.ndim != 4 or both.shape[1] != 3 or both.dtype != np.uint8):
+        return []
+    if key == "images":
+        return [Image.fromarray(picture) for picture in both.transpose(0, 2, 3, 1)]
+    # imported here: only media that are no pictures need torch
+    import torch
+
+    from flowrl.report import plots
+
+    drawable = plots.drawable(both.shape)
+    return plots.drawings(torch.from_numpy(both), 256) if drawable else []
+
+
+def _course(samples: Path) -> dict[int, Image.Image]:
+    """Iteration -> sheet of its samples, for the first one and each tenth of the run."""
+    names = [(re.fullmatch(r"iteration-(\d{6,})\.png", p.name), p) for p in samples.glob("*.png")]
+    sheets = {int(match[1]): path for match, path in names if match}
+    tenths = [max(sheets) * k / 10 for k in range(11)] if sheets else []
+    chosen = sorted({min(sheets, key=lambda i: abs(i - tenth)) for tenth in tenths})
+    return {i: sheet for i in chosen if (sheet := _opened(sheets[i]))}
+
+
+def _opened(path: Path) -> Image.Image | None:
+    """Open a picture; None where it is missing or damaged."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return None
+
+
+# ---------------------------------------------------------------------------
+# encoding
+
+
+def _small(
+    pictures: Iterable[Image.Image], most: int, steps: Sequence[tuple[int, int]]
+) -> list[str]:
+    """Encode pictures as data URIs by the first of `steps` that makes at most `most` bytes of them
+    all, else by the last one."""
+    pictures, encoded = [*pictures], list[bytes]()
+    for step in steps:
+        encoded, left = [], most
+        for picture in pictures:
+            if left >= 0 or step == steps[-1]:
+                encoded.append(_webp(picture, *step))
+                left -= len(encoded[-1])
+        if left >= 0:
+            break
+    return [_uri("image/webp", data) for data in encoded]
+
+
+def _webp(picture: Image.Image, side: int, quality: int) -> bytes:
+    reduced, buffer = picture.copy(), io.BytesIO()
+    reduced.thumbnail((side, side))
+    reduced.save(buffer, "WEBP", quality=quality, lossless=max(picture.size) <= TINY, method=2)
+    return buffer.getvalue()
+
+
+def _clips(files: Sequence[Path | None], most: int) -> list[str]:
+    """Encode videos as data URIs of at most `most` bytes together; "" for one that is missing or
+    damaged, or does not fit."""
+    clips = [b"" for _ in files]
+    for side, crf in CLIPS * any(files):
+        clips = [_clip(file, side, crf) if file else b"" for file in files]
+        if sum(map(len, clips)) <= most:
+            break
+    out = []
+    for data in clips:
+        most -= len(data)
+        out.append(_uri("video/mp4", data) if data and most >= 0 else "")
+    return out
+
+
+def _clip(path: Path, side: int, crf: int) -> bytes:
+    """Encode a video again, with a smaller side; b"" where it is damaged, or PyAV is missing."""
+    try:
+        import av
+    except ImportError:
+        return b""
+    buffer = io.BytesIO()
+    try:
+        with av.open(str(path)) as source, av.open(buffer, "w", "mp4") as out:
+            video = source.streams.video[0]
+            scale = min(1, side / max(video.width, video.height))
+            stream = out.add_stream("libx264", rate=video.average_rate)
+            width, height = (max(2, int(n * scale) // 2 * 2) for n in (video.width, video.height))
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            stream.options = {"crf": str(crf), "preset": "veryfast"}
+            for frame in source.decode(video):
+                out.mux(stream.encode(frame.reformat(width, height, "yuv420p")))
+            out.mux(stream.encode())
+    except (av.FFmpegError, LookupError):
+        return b""
+    return buffer.getvalue()
+
+
+def _uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
