@@ -320,3 +320,11 @@ class EvalConfig(Section):
             " seed."
         ),
     )
+    height: PositiveInt | None = Field(
+        None,
+        description=(
+            "Height of evaluation samples in pixels, where it is not that of training: train at"
+            " 512, report at 1024. None: the same."
+        ),
+    )
+    width: PositiveInt | None = Field(None, description="Width of evaluation samples, likewise.")

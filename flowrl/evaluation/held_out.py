@@ -38,6 +38,7 @@ from flowrl.types import Solver
 SHOWN = 16  # images kept for the before/after grid
 CHUNK = 256  # images sampled at a time
 RECORDED = ("guidance", "steps", "solver", "rlg", "seed")  # settings of sampling that a row records
+SIZE = ("height", "width")  # and these, where they are not those of training
 NOTHING: Mapping[str, Any] = {}  # no features are computed
 
 
@@ -78,6 +79,8 @@ class Sampling:
     solver: Solver = "euler"  # solver of the ODE
     seed: int = 0  # seed of the noise
     rlg: float = 1.0  # weight of Reinforcement Learning Guidance (flowrl/rollouts/velocity.py)
+    height: int | None = None  # height of the samples in pixels; None: that of training
+    width: int | None = None  # their width
     micro: int = 64  # most network rows in a forward
     decode: int = 32  # most images decoded and scored at once
     # context in which the network samples; decoding and rewards run outside it, as in training
@@ -208,6 +211,8 @@ def evaluate(
     seed: int = 0,
     solver: Solver = "euler",
     rlg: float = 1.0,
+    height: int | None = None,
+    width: int | None = None,
     micro: int = 64,
     decode: int = 32,
     ledger: Ledger | None = None,
@@ -227,12 +232,14 @@ def evaluate(
         solver=solver,
         seed=seed,
         rlg=rlg,
+        height=height,
+        width=width,
         micro=micro,
         decode=decode,
         autocast=autocast,
         world=world,
     )
-    policy, prompts = as_policy(policy), records(prompts)
+    policy, prompts = as_policy(policy).sized(height, width), records(prompts)
     # rewards that compare the members of a group have no group here
     ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()
     rewards = rewards.beside(policy)
@@ -246,9 +253,14 @@ def evaluate(
 def settings_of(cfg: Config, **changes: Any) -> dict[str, Any]:
     """The keywords of `evaluate` (fields of Sampling) as a run's own evaluation has them; those of
     `changes` that are not None replace them."""
-    own = {key: getattr(cfg.eval, key) for key in RECORDED}
+    own = {key: getattr(cfg.eval, key) for key in (*RECORDED, *SIZE)}
     own |= {"micro": cfg.batch.micro, "decode": cfg.batch.decode}
     return own | {key: value for key, value in changes.items() if value is not None}
+
+
+def recorded(how: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of sampling that a row of evaluation.json records."""
+    return {key: how[key] for key in (*RECORDED, *SIZE) if key in RECORDED or how[key]}
 
 
 def spread_rows(images: int, prompts: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from flowrl.config.build import autocast, load_run
 from flowrl.config.live import held_out_of
 from flowrl.evaluation import record
-from flowrl.evaluation.held_out import RECORDED, evaluate, settings_of
+from flowrl.evaluation.held_out import evaluate, recorded, settings_of
 from flowrl.report import run_page
 from flowrl.runtime.processes.world import ALONE, Alone, World
 from flowrl.runtime.store import run_folder
@@ -52,7 +52,7 @@ def evaluate_run(
         world=world,
         **how,
     )
-    setting = {key: how[key] for key in RECORDED}
+    setting = recorded(how)
     evaluation = record.add_row(into, _row_name(setting), result, held_out, **setting)
     if into == run:
         run_page.build(run)

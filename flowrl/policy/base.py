@@ -96,6 +96,16 @@ class Policy:
         """
         raise NotImplementedError
 
+    def sized(self, height: int | None = None, width: int | None = None) -> Policy:
+        """Return a policy of the same networks and trained weights whose samples have another size
+        in pixels; None: the present one. ValueError if the model has one size alone."""
+        if height is None and width is None:
+            return self
+        raise ValueError(
+            "eval.height and eval.width ask a pipeline for samples of another size, and the model"
+            " is a plain network, whose samples have one; leave them out"
+        )
+
     def say_cut(self, prompts: Iterable[str | None]) -> None:
         """Warn once about each prompt whose end the text encoders do not read."""
 

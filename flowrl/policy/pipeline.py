@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import dis
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
 from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.body import BodyReplay, body_replay
-from flowrl.policy.replay.call import Request
+from flowrl.policy.replay.call import LastRows, Request
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.decode import (
     DECODING,
@@ -88,6 +89,7 @@ class PipelinePolicy(Policy):
         self._schedules: dict[int, Schedule] = {}  # number of steps -> schedule
         self._readers: list[Reader] | None = None
         self._looked: set[str] = set()  # prompts whose length was looked at
+        self._sized: dict[tuple[int | None, ...], Policy] = {}  # size -> policy, see `sized`
         runner = Runner(pipe, kwargs, hints_for(pipe), encoding, waiting)
         self.turns = runner.turns
         # random numbers drawn here must not change the first values of adapters
@@ -128,6 +130,29 @@ class PipelinePolicy(Policy):
             self.decoder = partial(runner.hints["decode"], runner.pipe)
         else:
             self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
+
+    def sized(self, height: int | None = None, width: int | None = None) -> Policy:
+        asked = {"height": height, "width": width}
+        given = {side: size for side, size in asked.items() if size is not None}
+        if not given:
+            return self
+        if (size := tuple(asked.values())) not in self._sized:
+            other = copy.copy(self)
+            other._schedules, other._rows, other._embedded = {}, LastRows(), None
+            runner, example = self.prober.runner.with_arguments(given), self.prober.example
+            try:
+                with torch.random.fork_rng(), torch.no_grad(), self.turns.running(self.pipe):
+                    other._infer(runner, example)
+            except CallError as error:
+                raise CallError(f"the size (eval.height, eval.width): {error}") from error
+            self.turns.summon()
+            other.latent_shape = tuple(other.replay.shape)
+            if self.encodings:
+                other.encodings = Encodings(self.trainable, self.encodings.modules, other._bind)
+            if getattr(self.decoder, "dtype", None) != getattr(other.decoder, "dtype", None):
+                other.narrow_decoder()
+            self._sized[size] = other
+        return self._sized[size]
 
     def _calls(self) -> list[DenoiserCall]:
         """Record a call to each network of the loop that came with adapters."""

@@ -96,6 +96,10 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     )
     check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
+    # a size that the pipeline refuses is said now, not after an hour of training
+    evaluated = policy.sized(cfg.eval.height, cfg.eval.width)
+    if evaluated is not policy and cfg.model.self_check and not cfg.train.shard:
+        evaluated.self_check()
 
     # check that the method fits its plan, its guidance, its rewards and its media
     setup = set_up(cfg, algorithm, policy)

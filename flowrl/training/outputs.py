@@ -153,7 +153,7 @@ def evaluate(
             **how,
         )
     if named:
-        setting = {"iteration": trainer.iteration} | {key: how[key] for key in held_out.RECORDED}
+        setting = {"iteration": trainer.iteration} | held_out.recorded(how)
         evaluation_record.add_row(parts.path, name, result, parts.held_out, **setting)
         evaluation_record.save_images(parts.path, name, result, parts.held_out)
     return result.metrics()

@@ -120,9 +120,9 @@ def _evaluate(
     other runs, by a hash of all that they depend on.
     """
     weights = build.newest_of(run)  # read once: the run may go on and write another checkpoint
-    policy = build.load_tuned(cfg, weights)
     fixed = {key: getattr(task.suite, key) for key in ("steps", "guidance", "solver")}
     how = settings_of(cfg, **fixed, seed=options.seed, rlg=options.rlg)
+    policy = build.load_tuned(cfg, weights).sized(how["height"], how["width"])
     sampling = Sampling(**how, autocast=build.autocast(cfg, policy.device), world=world)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     guidances = [sampling.guidance, baseline or "none"]
@@ -187,6 +187,7 @@ def _key(task: Task, cfg: Config, sampling: Sampling, baseline: float | str | No
         sampling.guidance,
         sampling.solver,
         sampling.seed,
+        *filter(None, (sampling.height, sampling.width)),
         baseline,
     ]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())

@@ -139,7 +139,7 @@ class Prober:
         self.shape: tuple[int, ...] = ()  # shape of one row of the state
         self.count = 2  # number of rows of a probing run
         self.begin = 0  # place in the scheduler's timesteps where the recorded loop starts
-        example = dict(example or {})
+        self.example = example = dict(example or {})
         runner.check_names(example)
         media = {k: v for k, v in {**runner.always, **example}.items() if is_media(v)}
         other = {**example, **{k: altered(v) for k, v in media.items()}}

@@ -8,6 +8,7 @@ answer in place of the network, replace the latents, or leave the loop by raisin
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -189,6 +190,14 @@ class Runner:
         self.off: tuple[str, ...] = ("safety_checker", "watermark")
         # extra prompts that fix the text length; their rows are dropped
         self.pad: tuple[PromptItem, ...] = ()
+
+    def with_arguments(self, given: dict[str, Any]) -> Runner:
+        """Make a runner of the same pipeline with other arguments of its call."""
+        other = copy.copy(self)
+        other.given = self.given | given.keys()
+        other.kwargs = self._checked({**self.kwargs, **given})
+        other.form, other.pattern, other.pad = "batch", StepPattern(), ()
+        return other
 
     @property
     def device(self) -> torch.device:
