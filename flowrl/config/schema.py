@@ -80,9 +80,7 @@ class Config(Section):
     train: TrainConfig = Field(
         TrainConfig(), description="What is trained, and in which precision."
     )
-    optimizer: OptimizerConfig = Field(
-        OptimizerConfig(), description="Settings of the optimizer, AdamW."
-    )
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Settings of the optimizer.")
     gradient: GradientConfig = Field(
         GradientConfig(), description="Rewards with mode=grad, climbed beside the method's loss."
     )

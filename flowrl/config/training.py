@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import (
@@ -19,13 +20,36 @@ from pydantic import (
 
 from flowrl.config.section import Place, Section
 from flowrl.runtime import excerpt, registry
-from flowrl.runtime.rule import read_above, read_when, read_with
+from flowrl.runtime.rule import Condition, read_above, read_when, read_with
 from flowrl.runtime.store.run_folder import lora_folder
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sigma = Annotated[float, Field(gt=0, le=1)]
 # settings of section diversity that a value other than 0 turns on
 USES = ("redundancy", "entropy", "novelty")
+OPTIMIZERS = ("adamw", "adamw8bit")  # names of optimizers; others are paths of classes
+OF_A_CLASS = Condition(
+    keys=("optimizer.name",),
+    holds=lambda settings: settings["optimizer.name"] not in OPTIMIZERS,
+    words="the path of a class in optimizer.name",
+)
+# options of peft's LoraConfig that adapters here have -> their values; None: any
+PEFT: dict[str, tuple[Any, ...] | None] = {
+    "use_rslora": (True, False),
+    "exclude_modules": None,
+    "init_lora_weights": ("orthogonal",),
+}
+# options that are asked for often, and the reason that adapters here do not have them
+NOT_PEFT = {
+    "use_dora": "the copies of an adapter hold A and B alone, and DoRA has a third tensor",
+    "lora_bias": "the copies of an adapter hold A and B alone",
+    "lora_dropout": "dropout draws anew in each call, and a ratio needs the same network twice",
+    "rank_pattern": "the files of a run hold one rank; use train.lora.rank",
+    "alpha_pattern": "the files of a run hold one scale; use train.lora.alpha",
+    "r": "it is train.lora.rank",
+    "lora_alpha": "it is train.lora.alpha",
+    "target_modules": "it is train.lora.targets",
+}
 
 
 class DiversityConfig(Section):
@@ -124,6 +148,25 @@ class LoraConfig(Section):
         "gaussian",
         description="Distribution of A; B starts at 0, so that training starts at the base model.",
     )
+    peft: dict[str, Any] = Field(
+        {},
+        description=(
+            "Further options of peft's LoraConfig: use_rslora, exclude_modules and"
+            " init_lora_weights=orthogonal. Others are refused by name, with the reason."
+        ),
+    )
+
+    @field_validator("peft")
+    @classmethod
+    def check_peft(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, given in value.items():
+            if name not in PEFT:
+                why = NOT_PEFT.get(name) or f"it has {', '.join(PEFT)}"
+                raise ValueError(f"train.lora.peft does not take {name}: {why}")
+            if (allowed := PEFT[name]) and given not in allowed:
+                may = " or ".join(str(v).lower() for v in allowed)
+                raise ValueError(f"train.lora.peft: {name}={given} should be {may}")
+        return value
 
 
 class TrainConfig(Section):
@@ -193,14 +236,23 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["adamw", "adamw8bit"] = Field(
+    name: str = Field(
         "adamw",
         description=(
             "The optimizer; adamw8bit keeps the moments of matrices of 4096 values or more in 8"
-            " bits (bitsandbytes), a quarter of their memory. Needs the extra quantize."
+            " bits (bitsandbytes), a quarter of their memory, and needs the extra quantize. Or a"
+            " class of PyTorch's form by its path: torch.optim.Adafactor, torch.optim.Muon,"
+            " prodigyopt.Prodigy, my.py:MyOptimizer."
         ),
     )
-    lr: PositiveFloat = Field(3e-4, description="Peak learning rate of AdamW.")
+    options: Annotated[dict[str, Any], OF_A_CLASS] = Field(
+        {},
+        description=(
+            "Further arguments of a class that optimizer.name names by its path. It is given lr"
+            " and, if it takes one, weight_decay."
+        ),
+    )
+    lr: PositiveFloat = Field(3e-4, description="Peak learning rate.")
     warmup: NonNegativeInt = Field(
         0, description="Optimizer steps over which the rate rises linearly from 0."
     )
@@ -208,12 +260,32 @@ class OptimizerConfig(Section):
         "constant",
         description="Course of the learning rate after warm-up; cosine and linear end at 0.",
     )
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Decay of the moments.")
+    betas: Annotated[tuple[Beta, Beta], read_when("optimizer.name", *OPTIMIZERS)] = Field(
+        (0.9, 0.999), description="Decay of the moments."
+    )
     weight_decay: NonNegativeFloat = Field(1e-4, description="Decoupled weight decay.")
-    eps: PositiveFloat = Field(1e-8, description="Number added to the root of the second moment.")
+    eps: Annotated[PositiveFloat, read_when("optimizer.name", *OPTIMIZERS)] = Field(
+        1e-8, description="Number added to the root of the second moment."
+    )
     max_grad_norm: PositiveFloat = Field(
         1.0, description="Gradients are scaled down to this global norm."
     )
+
+    @field_validator("name")
+    @classmethod
+    def find_class(cls, value: str) -> str:
+        if value in OPTIMIZERS or registry.is_place(value):
+            return registry.absolute(value)
+        package = value.partition(".")[0]
+        if package == value:
+            near = registry.did_you_mean(value, OPTIMIZERS)
+            raise ValueError(
+                f"{value} is neither of {' and '.join(OPTIMIZERS)}{near}; a class is named by its"
+                " path, as torch.optim.Adafactor, prodigyopt.Prodigy or my.py:MyOptimizer"
+            )
+        if find_spec(package) is None:
+            raise ValueError(f"{value}: the package {package} is not installed here")
+        return value
 
 
 class ReplayConfig(Section):

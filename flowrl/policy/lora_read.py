@@ -60,7 +60,7 @@ def read(parts: TrainedParts, path: str | Path, pipe: Any = None) -> dict[str, T
     layers that it does not change, and ranks beyond those of a layer, add nothing."""
     own = parts.tensors("default")
     state = {k: v * 0 if ".lora_B." in k else v.clone() for k, v in own.items()}
-    rank, factor = parts.options["rank"], parts.options["alpha"] / parts.options["rank"]
+    rank, factor = parts.options["rank"], parts.scale
     found = layers_of(path, parts.modules, pipe)
     _check_places(found, parts, state, path, pipe)
     widest = max(len(a) for a, _ in found.values())

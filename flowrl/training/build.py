@@ -80,6 +80,7 @@ def build(
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
     """Load, check and connect all parts of a run whose folder is locked."""
     # checks without the model come before it loads, which may take minutes; words come first
+    optimizer.try_class(cfg.optimizer)
     algorithm = live.algorithm or make_algorithm(cfg)
     facts = of_config(cfg, method=algorithm, processes=world.size)
     rewards = load_rewards(cfg, path, live)

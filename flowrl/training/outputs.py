@@ -203,7 +203,10 @@ def export(parts: RunParts) -> None:
         heads.save(policy.trainable.heads, parts.path / "heads")
         if train.mode == "lora" and policy.trainable.named():
             policy.save_lora(parts.path / "lora")
-            settings = {**train.lora.model_dump(), "parts": policy.trainable.part_names}
+            settings = {
+                **train.lora.model_dump(exclude={"peft"}),
+                "parts": policy.trainable.part_names,
+            }
             files.write(parts.path / "lora" / SETTINGS, json.dumps(settings))
 
 

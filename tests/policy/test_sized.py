@@ -53,7 +53,9 @@ def test_a_policy_at_another_size_is_one_that_was_loaded_at_it(name):
 
 
 def test_a_size_that_the_pipeline_refuses_is_said_with_the_setting(tmp_path):
-    with pytest.raises(ValueError, match=r"\(eval.height, eval.width\).*Height .80.*pos_embed_max_size"):
+    with pytest.raises(
+        ValueError, match=r"\(eval.height, eval.width\).*Height .80.*pos_embed_max_size"
+    ):
         small.trainer(tmp_path / "run", eval__height="640")
 
 

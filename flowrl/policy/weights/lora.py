@@ -64,9 +64,9 @@ def slot_of(name: str) -> str:
 
 
 def exported(parts: TrainedParts) -> dict[str, Tensor]:
-    """Return the adapter by name with alpha / rank in B, so that it has the same effect with alpha
+    """Return the adapter by name with its scale in B, so that it has the same effect with alpha
     = rank, which readers assume if they do not read alpha."""
-    factor = parts.options["alpha"] / parts.options["rank"]
+    factor = parts.scale
     return {
         name: (p.detach() * factor if ".lora_B." in name else p.detach()).cpu().contiguous()
         for name, p in parts.named().items()  # LoRA alone, without heads
@@ -89,7 +89,9 @@ def save(pipe: Any, parts: TrainedParts, folder: str | Path) -> Path:
         given[f"{slot}_lora_layers"] = weights
         if f"{slot}_lora_adapter_metadata" in known:
             own = parts.modules[name].peft_config[parts.views["default"][0]].to_dict()
-            given[f"{slot}_lora_adapter_metadata"] = _config({**own, "lora_alpha": own["r"]})
+            given[f"{slot}_lora_adapter_metadata"] = _config(
+                {**own, "lora_alpha": own["r"], "use_rslora": False}
+            )
     with tempfile.TemporaryDirectory() as scratch:
         for file, given in files.items():
             pipe.save_lora_weights(scratch, weight_name=file, **given)

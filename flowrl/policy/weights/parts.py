@@ -6,6 +6,7 @@ Optimizer, EMA and checkpoints read `by_part` and `tensors` and nothing else.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -192,9 +193,15 @@ class TrainedParts:
         return LoraConfig(
             r=self.options["rank"],
             lora_alpha=self.options["alpha"],
-            init_lora_weights=self.options["init"],
             target_modules=self.targets[part],
+            **{"init_lora_weights": self.options["init"], **self.options["peft"]},
         )
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        rank, rooted = self.options["rank"], self.options["peft"].get("use_rslora")
+        return self.options["alpha"] / (math.sqrt(rank) if rooted else rank)
 
     def _widen(self) -> None:
         """Make the weights fp32 for full mode, since small updates of bf16 would round away.

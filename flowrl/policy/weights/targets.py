@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowrl.runtime.registry import did_you_mean
 
-DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian"}
+DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian", "peft": {}}
 ATTENTION = (
     "to_q",
     "to_k",
@@ -85,7 +85,7 @@ def options_of(lora: Mapping[str, Any]) -> dict[str, Any]:
     own = {**DEFAULTS, **lora}
     unknown = sorted(set(own) - set(DEFAULTS))
     if unknown:
-        raise ValueError(f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}")
+        raise ValueError(f"lora={{...}} takes {', '.join(DEFAULTS)}, not {unknown[0]!r}")
     wanted = own["targets"]
     for name in ("rank", "alpha"):
         number = isinstance(own[name], int | float) and not isinstance(own[name], bool)

@@ -26,6 +26,9 @@ from flowrl.runtime.store import files
 META, MANIFEST = "meta.json", "manifest.json"
 ASIDE = "damaged-"  # prefix of the names of checkpoints that could not be read
 _STEP = re.compile(r"step-(\d{6,})")
+# keys of an optimizer's file beside its parameters: the name of its class, and its groups
+CLASS, GROUP = "the class", "group "
+ADAMW = ("AdamW", "AdamW8bit")  # classes whose state alone says which of them it belongs to
 # optimizer moments that have the shape of their parameter
 WHOLE = ("exp_avg", "exp_avg_sq", "state1", "state2")
 Tensors = dict[str, dict[str, Tensor]]  # file stem -> name -> tensor
@@ -187,15 +190,37 @@ def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
 def pack_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Key AdamW's state by the parameters' names instead of their order, {"<parameter>/exp_avg":
-    ...}. names: name -> parameter."""
+    """Key an optimizer's state by the parameters' names instead of their order,
+    {"<parameter>/exp_avg": ...}, and, of a class of the user's, what its groups count, and its
+    name. names: name -> parameter."""
     by_id = {id(p): name for name, p in names.items()}
-    packed = {}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            number = value if isinstance(value, Tensor) else torch.as_tensor(value)
-            packed[f"{by_id[id(parameter)]}/{key}"] = number
+    packed = {
+        f"{by_id[id(parameter)]}/{key}": _packed(value)
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if value is not None
+    }
+    if (kind := type(optimizer).__name__) not in ADAMW:
+        packed[f"{CLASS}/{kind}"] = torch.zeros(())
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                # for example Prodigy's step size
+                if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
+                    packed[f"{GROUP}{number}/{key}"] = _packed(value)
     return packed
+
+
+def _packed(value: Any) -> Tensor:
+    """A number as a tensor of 64 bits, by which `_unpacked` knows it."""
+    if isinstance(value, Tensor):
+        return value
+    kind = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.as_tensor(value, dtype=kind)
+
+
+def _unpacked(value: Tensor) -> Any:
+    number = value.ndim == 0 and value.dtype in (torch.float64, torch.int64)
+    return value.item() if number else value
 
 
 def unpack_optimizer(
@@ -206,23 +231,26 @@ def unpack_optimizer(
 
     A name that is not trained now, or a moment of another shape or optimizer -> CheckpointError.
     """
-    states: dict[str, dict[str, Tensor]] = {}
+    states: dict[str, dict[str, Any]] = {}
     for full, value in packed.items():
         name, _, key = full.rpartition("/")
         states.setdefault(name, {})[key] = value
+    groups = {name: states.pop(name) for name in list(states) if name.startswith(GROUP)}
+    kind = type(optimizer).__name__
+    theirs = next(iter(states.pop(CLASS, {})), "")
+    # optimizers of 8 bits use other names for their moments, which AdamW would ignore
+    eight = any("state1" in state for state in states.values())
+    theirs = theirs or ("AdamW8bit" if eight else "AdamW")
+    if states and theirs != kind:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {theirs}, which is not converted to that of {kind};"
+            " go on with the optimizer.name that it was written with"
+        )
     unknown = sorted(states.keys() - names.keys())
     if unknown:
         raise CheckpointError(
             f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this"
             " config"
-        )
-    # optimizers of 8 bits use other names for their moments, which AdamW would ignore
-    plain = isinstance(optimizer, torch.optim.AdamW)
-    other = "state1" if plain else "exp_avg"
-    if any(other in state for state in states.values()):
-        raise CheckpointError(
-            "the checkpoint holds the moments of another optimizer.name, which are not converted;"
-            " go on with the one that it was written with"
         )
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, state in states.items():
@@ -233,14 +261,16 @@ def unpack_optimizer(
                     f"{name}: {key} has shape {tuple(value.shape)}, the parameter"
                     f" {tuple(parameter.shape)}"
                 )
-            if key == "step":
+            if not isinstance(plain := _unpacked(value), Tensor):
+                state[key] = plain  # bitsandbytes counts steps in an int, not in a tensor
+            elif key == "step":
                 state[key] = value.to(parameter.device if fused else "cpu", copy=True)
             else:
                 state[key] = shares.split_as(value, parameter)
-        if not plain:
-            # bitsandbytes counts steps in an int, not in a tensor
-            state["step"] = int(state["step"])
         optimizer.state[parameter] = state
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in groups.get(f"{GROUP}{number}", {}).items():
+            group[key] = _unpacked(value)
 
 
 def _verify(path: Path, entry: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from flowrl.config.facts import of_config
 from flowrl.config.lighter import SCORING, away, changed
 from flowrl.config.rules import climbs
 from flowrl.config.schema import Config
+from flowrl.config.training import OPTIMIZERS
 from flowrl.data import conditions
 from flowrl.policy.load import call_options
 from flowrl.policy.replay.encoders import LARGEST
@@ -382,6 +383,10 @@ def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> lis
             "where the ratio's self-test finds that low precision is not exact enough, old"
             " log-probs are computed again: a forward more for every trained row"
         )
+    if cfg.optimizer.name not in OPTIMIZERS:
+        notes.append(f"{cfg.optimizer.name} is counted as AdamW: two numbers of 32 bits a weight")
+    if cfg.eval.height or cfg.eval.width:
+        notes.append("evaluations are counted at the size of training, not at that of eval.height")
     if device.cuda:
         notes.append(f"seconds are {device.source}: not measured on a GPU")
     return notes
