@@ -63,6 +63,7 @@ def build(
     check_given(cfg, live)
     if folder:
         check_resume(cfg, folder, accept=accept)
+    optimizer.try_class(cfg.optimizer)
     accelerator = start(
         cfg.train.precision,
         cfg.trackers,
@@ -80,7 +81,6 @@ def build(
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
     """Load, check and connect all parts of a run whose folder is locked."""
     # checks without the model come before it loads, which may take minutes; words come first
-    optimizer.try_class(cfg.optimizer)
     algorithm = live.algorithm or make_algorithm(cfg)
     facts = of_config(cfg, method=algorithm, processes=world.size)
     rewards = load_rewards(cfg, path, live)
@@ -97,11 +97,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     )
     check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
-    # a size that the pipeline refuses is said now, not after an hour of training
-    evaluated = policy.sized(cfg.eval.height, cfg.eval.width)
-    if evaluated is not policy and cfg.model.self_check and not cfg.train.shard:
-        evaluated.self_check()
-
+    check_size(cfg, policy)
     # check that the method fits its plan, its guidance, its rewards and its media
     setup = set_up(cfg, algorithm, policy)
     facts.learn(plan=setup.plan, policy=policy)
@@ -142,6 +138,15 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         identity=known,
         lock=lock,
     )
+
+
+def check_size(cfg: Config, policy: Policy) -> None:
+    """Record the loop of evaluations at a size of their own; ValueError where the pipeline refuses
+    the size."""
+    evaluated = policy.sized(cfg.eval.height, cfg.eval.width)
+    # split weights are checked by the first evaluation, of all processes
+    if evaluated is not policy and cfg.model.self_check and not cfg.train.shard:
+        evaluated.self_check()
 
 
 def share_networks(
