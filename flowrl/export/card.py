@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -14,7 +15,8 @@ from flowrl.config.build import DTYPES
 from flowrl.config.compose import is_embedded
 from flowrl.export.words import Order
 from flowrl.policy.load import resolve_source
-from flowrl.report import numbers
+from flowrl.report import charts, numbers
+from flowrl.report.watch_page import points
 from flowrl.runtime.store import side_files
 from flowrl.runtime.store.run_folder import read_evaluation, read_metrics
 
@@ -28,7 +30,7 @@ def render(order: Order, kinds: Mapping[str, str], files: Sequence[str]) -> str:
     known = side_files.read(commits, again="export again") if commits.is_file() else {}
     metrics = read_metrics(order.run)
     last = order.iteration or (metrics[-1]["iteration"] if metrics else cfg.iterations)
-    seen = [row["reward/total"] for row in metrics if row["iteration"] <= last]
+    seen = [point for point in points(metrics, "reward/total") if point[0] <= last]
     # no autoescape: the card is Markdown
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     text = (resources.files(__package__) / "card.md").read_text(encoding="utf-8")
@@ -43,11 +45,28 @@ def render(order: Order, kinds: Mapping[str, str], files: Sequence[str]) -> str:
         model="flowrl's embedded model" if is_embedded(source) else base or _name(source),
         order=order,
         prompts=_name(cfg.data.train),
-        rewards_seen=[value for value in seen if value is not None],
+        rewards_seen=_curve(seen),
         title=order.push or order.output.stem,
         version=__version__,
         **_results(read_evaluation(order.run)),
     )
+
+
+def _curve(seen: charts.Points) -> list[tuple[str, str, str]]:
+    """Average a curve over tenths of the run -> (iterations, mean, bar). Bars lie between the
+    lowest mean and the highest."""
+    size = -(-len(seen) // 10) or 1
+    parts = [seen[i : i + size] for i in range(0, len(seen), size)]
+    means = [fmean(y for _, y in part) for part in parts]
+    low, span = min(means, default=0), max(means, default=0) - min(means, default=0)
+    return [
+        (
+            f"{part[0][0]}" + f" to {part[-1][0]}" * (len(part) > 1),
+            f"{mean:.4g}",
+            "█" * round(1 + 19 * (mean - low) / (span or 1)),
+        )
+        for part, mean in zip(parts, means, strict=True)
+    ]
 
 
 def _name(source: Any) -> str:

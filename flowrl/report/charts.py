@@ -184,9 +184,11 @@ def _best_of(name: str, values: Sequence[float], colour: int) -> Curve:
     )
 
 
-def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> Markup:
-    """Draw means with whiskers, one row each: (label, mean, low, high). The last row is
-    coloured."""
+def interval_chart(
+    rows: Sequence[tuple[str, float, float, float]], colours: Sequence[int] = ()
+) -> Markup:
+    """Draw means with whiskers, one row each: (label, mean, low, high). colours: those of the rows;
+    (): the last row is coloured."""
     low, high = min(r[2] for r in rows), max(r[3] for r in rows)
     if low >= 0 and high <= 1:
         low = 0.0
@@ -196,8 +198,10 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> Markup:
         x=Scale(xs[0], xs[-1]),
         x_ticks=[(t, tick_text(t, xs)) for t in xs],
         rows=[
-            (label, mean, low, high, interval_text({"mean": mean, "ci": (low, high)}))
-            for label, mean, low, high in rows
+            (label, mean, low, high, interval_text({"mean": mean, "ci": (low, high)}), colour)
+            for (label, mean, low, high), colour in zip(
+                rows, colours or [7] * (len(rows) - 1) + [0], strict=True
+            )
         ],
     )
 

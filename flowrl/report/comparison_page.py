@@ -49,18 +49,18 @@ def page(groups: compared.Groups, template: str = "comparison.html", **more: str
 def _intervals(groups: compared.Groups, metric: str) -> Markup:
     """Draw the gain of each group, its interval over seeds or, with one run, over prompts."""
     drawn = []
-    for name, runs in groups.items():
+    for i, (name, runs) in enumerate(groups.items()):
         row = compared.numbers_of(metric, name, runs)
         over = "prompts" if row["seeds_low"] is None else "seeds"
-        drawn.append((name, row["gain"], row[f"{over}_low"], row[f"{over}_high"]))
-    known = [entry for entry in drawn if None not in entry]
-    return charts.interval_chart(known) if known else Markup()
+        entry = (name, row["gain"], row[f"{over}_low"], row[f"{over}_high"])
+        drawn += [(entry, i % charts.COLOURS)] * (None not in entry)
+    return charts.interval_chart(*zip(*drawn, strict=True)) if drawn else Markup()
 
 
 def _curves(groups: compared.Groups) -> dict[str, list[charts.Curve]]:
     """The curves of every metric that a run's own page draws."""
     rows = [row for runs in groups.values() for run in runs for row in run.folder.metrics]
-    names = sorted({key for row in rows for key in row})
+    names = sorted({key for row in rows for key in row}, key=lambda n: (n != "reward/total", n))
     shown = [n for prefixes in CURVES.values() for n in names if n.startswith(prefixes)]
     found = {n: [_curve(i, own, n) for i, own in enumerate(groups.items())] for n in shown}
     return {name: [curve for curve in curves if curve] for name, curves in found.items()}

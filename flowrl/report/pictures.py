@@ -119,7 +119,8 @@ def _pairs(
                 tiny=max(sides[2 * i].size) <= TINY,
             )
         )
-    return out
+    # what training broke comes first
+    return sorted(out, key=lambda pair: ("broken", "fixed", "same", "").index(pair.kind))
 
 
 def _drawn(before: Arrays, after: Arrays) -> list[Image.Image]:

@@ -111,6 +111,10 @@ def test_the_card_says_what_was_trained_and_how_well(run, tmp_path):
         "load_lora_weights",
     ):
         assert said in text, said
+    rewards = [row["reward/total"] for row in small.lines(run)]
+    bars = {max(rewards): "█" * 20, min(rewards): "█"}
+    for i, reward in enumerate(rewards, 1):
+        assert f"| {i} | {reward:.4g} | {bars[reward]} |" in text
     compile(code_of(tmp_path / "lora"), "card", "exec")
     assert str(run.parent) not in text
 

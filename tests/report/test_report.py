@@ -125,9 +125,9 @@ def test_pairs_are_single_pictures_whose_filter_never_hides_a_broken_one(run):
     keep(run / "samples", 5, 64, judged=([0, 1, 1, 0, -1], [1, 0, 1, 0, 1]))
     html, page = page_of(run)
     kinds = re.findall(r'<figure class="pair (\w+) tiny">', html)
-    assert kinds == ["fixed", "broken", "same", "same", "same"]
+    assert kinds == ["broken", "fixed", "same", "same", "same"]
     with np.load(run / "samples" / "after.npz") as kept:
-        assert (np.asarray(opened(page.src[1])) == kept["images"][0].transpose(1, 2, 0)).all()
+        assert (np.asarray(opened(page.src[1])) == kept["images"][1].transpose(1, 2, 0)).all()
     for said in ("all 5", "fixed 1", "broken 1", "same 3", "By shapes: fixed is wrong before"):
         assert said in page.text, said
     assert "not judged a <b>4" in page.text and "<b>4" not in html
