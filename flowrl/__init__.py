@@ -27,6 +27,8 @@ _HOMES = {
     "evaluate_run": "flowrl.evaluation.of_run",
     "reward": "flowrl.rewards",
     "score": "flowrl.rewards",
+    "show": "flowrl.report.show",
+    "show_tree": "flowrl.report.show",
 }
 __all__ = [
     "Config",
@@ -41,6 +43,8 @@ __all__ = [
     "load_policy",
     "reward",
     "score",
+    "show",
+    "show_tree",
     "train",
 ]
 
@@ -49,6 +53,7 @@ if TYPE_CHECKING:
     from flowrl.evaluation import evaluate
     from flowrl.evaluation.of_run import evaluate_run
     from flowrl.policy import Policy, load_policy
+    from flowrl.report.show import show, show_tree
     from flowrl.rewards import reward, score
     from flowrl.rollouts.inference.generate import generate
     from flowrl.training.loop import Trainer

@@ -65,7 +65,7 @@ def grid(
     are `drawable`. cell: pixels a side of one picture; whole-number enlargements keep small
     pictures crisp.
     """
-    pictures = _pictures(media, cell)
+    pictures = thumbnails(media, cell)
     count = len(pictures)
     if not count:
         raise ValueError("a grid needs at least one image")
@@ -99,7 +99,7 @@ def before_after(
     if not count:
         raise ValueError("a before/after grid needs at least one pair")
     _check_lengths(count, after=after, prompts=prompts)
-    both = _pictures(torch.cat([before, after]), cell)
+    both = thumbnails(torch.cat([before, after]), cell)
     sides = both[:count], both[count:]
     for marks in verdicts or ():
         _check_lengths(count, verdicts=marks)
@@ -133,7 +133,7 @@ def _check_lengths(count: int, **columns: Sequence | Tensor | None) -> None:
             raise ValueError(f"{count} images but {len(column)} {name}; give one each")
 
 
-def _pictures(media: Tensor, cell: int) -> list[Image.Image]:
+def thumbnails(media: Tensor, cell: int) -> list[Image.Image]:
     """Make media pictures that fit into cell x cell: images, the middle frame of videos, or
     drawings."""
     if plots.drawable(media.shape):

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -57,6 +58,7 @@ CHATTER = {
 }
 for _name, _words in CHATTER.items():
     logging.getLogger(_name).addFilter(partial(lambda w, r: w not in r.getMessage(), _words))
+warnings.filterwarnings("ignore", "IProgress not found")  # tqdm says so in notebooks
 
 
 def hush() -> list[tuple[Any, int, bool]]:
@@ -90,7 +92,8 @@ def quiet() -> Iterator[None]:
 
 class Progress:
     """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
-    terminal, a line each few seconds elsewhere. A bar inside of another one is a line below it.
+    terminal and in a notebook, a line each few seconds elsewhere. A bar inside of another one is a
+    line below it.
 
     total: None: not known. show: False on all processes but the main one. lines: False: elsewhere
     the main process prints a line only where nothing was printed for QUIET seconds.
@@ -109,7 +112,7 @@ class Progress:
         self.total, self.done, self.every, self.lines = total, done, every, lines
         self.title = printable(title)
         main = os.environ.get("RANK", "0") == "0"
-        self.live = show and sys.stderr.isatty() and main
+        self.live = show and (sys.stderr.isatty() or in_notebook()) and main
         self.show = self.live or (show and (lines or main))
         self.last = -math.inf if lines else time.perf_counter()
         # (time, iteration) when the first iteration here ended; start-up does not count
@@ -127,9 +130,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.live and len(self.bar.tasks) > 1:
+        if not self.live:
+            return
+        last = len(self.bar.tasks) == 1
+        if not last or (in_notebook() and not self.lines):
             self.bar.remove_task(self.task)
-        elif self.live:
+        if last:
             _bars.pop().stop()
 
     def update(self, iteration: int, seconds: float | None = None, **facts: float | str) -> None:
@@ -166,7 +172,10 @@ class Progress:
 def _new_bar() -> Any:
     from rich import progress
 
-    return progress.Progress(
+    kind: type[progress.Progress] = progress.Progress
+    if in_notebook():
+        from flowrl.runtime.cell_bar import CellBar as kind
+    return kind(
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
@@ -189,6 +198,11 @@ def _print(line: str) -> None:
     global _printed
     _printed = time.perf_counter()
     _console().print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def in_notebook() -> bool:
+    """Whether output goes below the cell of a notebook."""
+    return bool(_console().is_jupyter)
 
 
 def _console() -> Any:

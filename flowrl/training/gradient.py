@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.common.base import Algorithm, VelocityField
+from flowrl.algorithms.common.base import Algorithm, VelocityField, checked_loss
 from flowrl.training import two_pass
 from flowrl.types import Columns, Rollout
 
@@ -38,7 +38,7 @@ def accumulate(
     metrics: dict[str, Tensor] = {}
     for rows in parts:
         part = batch[rows]
-        out = algorithm.loss(algorithm.score(policy, rollout, part), part)
+        out = checked_loss(algorithm, algorithm.score(policy, rollout, part), part)
         backward(out.loss / total_weight)
         for name, value in out.metrics.items():
             metrics[name] = metrics.get(name, 0) + value

@@ -21,6 +21,8 @@ from flowrl.training.watch.guards import Guards
 from flowrl.training.watch.watch import Watch
 from flowrl.types import Columns, PromptBatch, Rewards, Rollout, brief, weighted
 
+MOST_SHOWN = 16  # most samples of an iteration that a notebook shows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
@@ -83,6 +85,16 @@ class Iteration:
             f"{len(self.metrics)} metrics",
         )
 
+    def _repr_html_(self) -> str | None:
+        """Show the first samples with their scores in a notebook; None: there are none."""
+        from flowrl.report.show import show  # pictures are needed in notebooks only
+
+        first = self.shown[:MOST_SHOWN].nan_to_num().clamp(0, 1)
+        if not len(first):
+            return None
+        texts = [self.batch.text[g] for g in self.rollout.group[: len(first)].tolist()]
+        return show(first, self.rewards.total[: len(first)], texts, cell=96).html
+
 
 @dataclass(slots=True)
 class Run:
@@ -103,6 +115,19 @@ class Run:
         facts += [f"stopped={self.stopped!r}"] * bool(self.stopped)
         facts += [f"peak at iteration {self.peak.get('iteration')}"] * bool(self.peak)
         return brief(self, *facts)
+
+    def _repr_html_(self) -> str:
+        """Show the head of the report in a notebook: result, pictures, curve of the reward."""
+        from flowrl.report import show
+
+        return show.framed(self.path, "head.html")
+
+    def show(self, *, browser: bool = False) -> None:
+        """Show the report below the cell of a notebook; elsewhere print its path. browser: open it
+        in a browser."""
+        from flowrl.report import show
+
+        show.show_run(self.path, browser=browser)
 
 
 class RunFailed(RuntimeError):

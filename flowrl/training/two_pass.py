@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.common.base import Algorithm, VelocityField
+from flowrl.algorithms.common.base import Algorithm, VelocityField, checked_loss
 from flowrl.types import Columns, LossOutput, Rollout
 
 
@@ -68,6 +68,6 @@ def coefficients(
     """Return the loss of given scores, and its derivative by each score that it depends on."""
     leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
     with torch.enable_grad():
-        out = algorithm.loss(leaves, batch)
+        out = checked_loss(algorithm, leaves, batch)
         grads = torch.autograd.grad(out.loss, list(leaves.values()), allow_unused=True)
     return out, {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}

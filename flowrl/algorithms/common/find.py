@@ -3,6 +3,7 @@ an entry point in the group flowrl.algorithms."""
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any
 
 from flowrl.algorithms.common.base import Algorithm, Options
@@ -41,4 +42,13 @@ def checked(found: Any, what: str) -> type[Algorithm]:
             f"{what}: {cls.__name__} does not define {', '.join(left)}; a subclass of"
             " TransitionMethod or ForwardMethod needs only loss"
         )
+    hooks = {name for base in cls.__mro__[1:] for name in vars(base) if name[0] != "_"}
+    codes = [value.__code__ for value in vars(cls).values() if hasattr(value, "__code__")]
+    called = {name for code in codes for name in code.co_names}
+    for name in vars(cls).keys() - hooks - called:
+        if near := get_close_matches(name, hooks, n=1, cutoff=0.8):
+            raise ValueError(
+                f"{what}: nothing reads {cls.__name__}.{name}; call it {near[0]}, or, if it is"
+                " something else, a name that is less alike"
+            )
     return cls

@@ -1,0 +1,180 @@
+"""Media with scores, trees of rollouts and reports, as a notebook shows them below a cell."""
+
+from __future__ import annotations
+
+import base64
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowrl.data.media import check_span, encoded, from_pil, spaced
+from flowrl.report import grids, run_page
+from flowrl.report.render import Markup, render
+from flowrl.runtime.log import in_notebook
+from flowrl.runtime.store import files
+from flowrl.runtime.store.run_folder import read
+from flowrl.types import Rewards, Rollout, expand
+
+FRAMES, MS = 48, 125  # most frames of a video that are shown, and milliseconds of each
+LEVELS = 10  # most noise levels of a tree that are drawn
+CHUNK = 8  # states of a tree that go through the networks together
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Pictures that a notebook shows where they are the last line of a cell."""
+
+    html: Markup = field(repr=False)  # the pictures are inside
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def save(self, path: str | Path) -> Path:
+        """Write a page for a browser, whatever the ending of the path."""
+        return files.write(Path(path), self.html)
+
+
+def show(
+    media: Any, scores: Any = None, prompts: Sequence[str] | None = None, *, cell: int = 160
+) -> Shown:
+    """Show pictures (B, 3, H, W), (B, H, W, 3) or one of them, or videos (B, F, 3, H, W), each with
+    its score and prompt below.
+
+    media: a tensor or an array in [0, 1] or of bytes, or PIL's pictures. scores: B numbers, or what
+    `flowrl.score` returns. cell: pixels a side of each. ValueError for what cannot be shown.
+    """
+    media = as_media(media)
+    texts = {"scores": score_texts(scores), "prompts": prompts}
+    for name, column in texts.items():
+        if column is not None and len(column) != len(media):
+            raise ValueError(f"{len(media)} samples but {len(column)} {name}; give one each")
+    columns = [column or [""] * len(media) for column in texts.values()]
+    samples = list(zip(sources(media, cell), *columns, strict=True))
+    return Shown(render("shown.html", samples=samples, cell=cell))
+
+
+def as_media(given: Any) -> Tensor:
+    """Turn media as `show` takes them into a tensor (B, *D); ValueError for others."""
+    given = [given] if isinstance(given, Image.Image) else given
+    if isinstance(given, list) and given and isinstance(given[0], Image.Image):
+        return from_pil(given)
+    media = numbers(given, "media")
+    media = media / 255 if media.dtype == torch.uint8 else media.detach().float().cpu()
+    if media.shape[-1:] == (3,) and media.ndim in (4, 5) and media.shape[-3] != 3:
+        media = media.movedim(-1, -3)
+    media = media[None] if media.ndim == 3 and len(media) == 3 else media
+    if not media.numel() or not grids.drawable(media):
+        raise ValueError(
+            f"media has shape {tuple(media.shape)}; give pictures (B, 3, H, W) or videos"
+            " (B, F, 3, H, W)"
+        )
+    if bad := (~media.isfinite()).flatten(1).any(1).nonzero().flatten().tolist():
+        raise ValueError(f"media has NaN or infinite values at {bad}; leave these samples out")
+    return check_span(media, "[0, 1] is shown")
+
+
+def numbers(given: Any, what: str) -> Tensor:
+    """Make a tensor of numbers, or of a list of tensors of one shape; ValueError for others."""
+    try:
+        listed = isinstance(given, list) and given and isinstance(given[0], Tensor)
+        return torch.stack(given) if listed else torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{what}: a {type(given).__name__} is no numbers ({error})") from None
+
+
+def score_texts(scores: Any) -> list[str] | None:
+    """Write scores as `show` takes them; NaN becomes "no score"."""
+    if scores is None:
+        return None
+    values = numbers(scores.total if isinstance(scores, Rewards) else scores, "scores").flatten()
+    return ["no score" if value != value else f"{value:.3g}" for value in values.tolist()]
+
+
+def sources(media: Tensor, cell: int) -> list[str]:
+    """Write each sample (B, *D) as the source of an <img>; a video moves."""
+    moving = media.ndim == 5
+    moments = media[:, spaced(media.shape[1], FRAMES)].unbind(1) if moving else [media]
+    kind = "webp" if moving else "png"
+    moves = {"save_all": True, "duration": MS, "loop": 0} if moving else {}
+    out = []
+    for first, *more in zip(*(grids.thumbnails(moment, cell) for moment in moments), strict=True):
+        data = encoded(first, f".{kind}", **moves, append_images=more)
+        out.append(f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
+    return out
+
+
+@torch.no_grad()
+def show_tree(
+    policy: Any, rollout: Rollout, scores: Any = None, *, prompt: int = 0, cell: int = 64
+) -> Shown:
+    """Draw how the samples of one prompt came to be, noise on the left, a row a sample.
+
+    A state at noise level sigma is shown as the sample that it points to, x - sigma v, by the
+    policy as it is now. At most ten of the stored levels are drawn. scores: of all samples of the
+    rollout, as `show` takes them. prompt: its number in the rollout.
+    """
+    own = (rollout.group == prompt).nonzero().flatten().tolist()
+    if not own:
+        raise ValueError(f"prompt={prompt}; the rollout has 0 to {int(rollout.group.max())}")
+    texts, sigma = score_texts(scores), rollout.state_sigma.tolist()
+    paths = [path_of(rollout, sample) for sample in own]
+    levels = sorted({sigma[state] for path in paths for state in path}, reverse=True)
+    levels = [levels[i] for i in spaced(len(levels), LEVELS)]
+    below = {int(rollout.leaf[i]): texts[i] for i in own} if texts else {}
+    rows: dict[int, list[int]] = {}  # state -> rows of the samples that came from it
+    steps = set()
+    for row, path in enumerate(paths):
+        drawn = [state for state in path if sigma[state] in levels]
+        steps |= set(zip(drawn, drawn[1:], strict=False))
+        for state in drawn:
+            rows.setdefault(state, []).append(row)
+    # a state that several samples share lies in the middle of their rows
+    at = {state: (levels.index(sigma[state]), sum(r) / len(r)) for state, r in rows.items()}
+    parts = torch.tensor(list(at), device=rollout.prompt.device).split(CHUNK)
+    media = torch.cat([estimates(policy, rollout, part) for part in parts])
+    captions = [below.get(state, f"sigma {sigma[state]:.2f}") for state in at]
+    nodes = list(zip(sources(media, cell), captions, at.values(), strict=True))
+    lines = [(at[start], at[end]) for start, end in steps]
+    sizes = {"columns": len(levels), "rows": len(own), "cell": cell}
+    return Shown(render("tree.svg", nodes=nodes, lines=lines, **sizes))
+
+
+def path_of(rollout: Rollout, sample: int) -> list[int]:
+    """Find the stored states that led to a sample, the noisiest first, itself last."""
+    path, edge = [int(rollout.leaf[sample])], int(rollout.leaf_edge[sample])
+    while edge >= 0:
+        path += [int(rollout.dst[edge]), int(rollout.src[edge])]
+        edge = int(rollout.parent[edge])
+    return list(dict.fromkeys(path))[::-1]
+
+
+def estimates(policy: Any, rollout: Rollout, rows: Tensor) -> Tensor:
+    """Decode the samples that states (n,) point to -> media (n, *D) on the CPU."""
+    x, sigma = rollout.at(rows).to(policy.device), rollout.state_sigma[rows]
+    own, cond = rollout.prompt[rows], rollout.cond
+    v = policy.velocity(x, sigma, cond, own, guidance=rollout.guidance)
+    return policy.decode(x - expand(sigma, x).to(x) * v, 0.0, cond, own).cpu()
+
+
+def framed(run: Path, template: str = "run.html") -> Markup:
+    """Put the report of a run, or its head (head.html), into a frame: its styles reach nothing
+    else."""
+    return render("frame.html", page=run_page.page(read(Path(run), spare=True), template))
+
+
+def show_run(run: Path, *, browser: bool = False) -> None:
+    """Show the report of a run as `Run.show` says."""
+    if in_notebook() and not browser:
+        from IPython.display import display
+
+        return display({"text/html": framed(run), "text/plain": str(run)}, raw=True)
+    report = run_page.build(run)
+    if browser:
+        webbrowser.open(report.resolve().as_uri())
+    print(report)
