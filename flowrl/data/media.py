@@ -7,7 +7,6 @@ and what the reference RL codes score.
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -55,22 +54,6 @@ def media_kind(shape: Sequence[int]) -> Kind:
     *D), which is all others, such as motions (n, T, D) and paths (n, T, 2)."""
     pictures = len(shape) in (4, 5) and shape[-3] == 3
     return ("images" if len(shape) == 4 else "videos") if pictures else "arrays"
-
-
-def check_span(media: Tensor, wanted: str) -> Tensor:
-    """Return media; pictures with finite values outside [0, 1] -> ValueError, with what is
-    wanted."""
-    if media_kind(media.shape) == "arrays" or not media.numel():
-        return media
-    low, high = map(float, media.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high)):  # such samples are refused one by one
-        low, high = map(float, media.nan_to_num(0.0, 0.0, 0.0).aminmax())
-    if low < -0.01 or high > 1.01:
-        raise ValueError(
-            f"media spans [{low:.3g}, {high:.3g}]; {wanted}: (media + 1) / 2 maps from [-1, 1],"
-            " media / 255 from bytes"
-        )
-    return media
 
 
 def to_uint8(media: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.data.media import check_span, encoded, from_pil, spaced
+from flowrl.data.media import encoded, from_pil, spaced
 from flowrl.report import grids, run_page
 from flowrl.report.render import Markup, render
-from flowrl.runtime.log import in_notebook
 from flowrl.runtime.store import files
 from flowrl.runtime.store.run_folder import read
 from flowrl.types import Rewards, Rollout, expand
@@ -30,7 +28,7 @@ CHUNK = 8  # states of a tree that go through the networks together
 class Shown:
     """Pictures that a notebook shows where they are the last line of a cell."""
 
-    html: Markup = field(repr=False)  # the pictures are inside
+    html: Markup = field(repr=False)  # holds the pictures, too
 
     def _repr_html_(self) -> str:
         return self.html
@@ -61,29 +59,30 @@ def show(
 
 def as_media(given: Any) -> Tensor:
     """Turn media as `show` takes them into a tensor (B, *D); ValueError for others."""
-    given = [given] if isinstance(given, Image.Image) else given
-    if isinstance(given, list) and given and isinstance(given[0], Image.Image):
-        return from_pil(given)
-    media = numbers(given, "media")
+    given, wrong = [given] if isinstance(given, Image.Image) else given, ""
+    of_pil = isinstance(given, list) and given and isinstance(given[0], Image.Image)
+    media = from_pil(given) if of_pil else numbers(given, "media")
     media = media / 255 if media.dtype == torch.uint8 else media.detach().float().cpu()
     if media.shape[-1:] == (3,) and media.ndim in (4, 5) and media.shape[-3] != 3:
         media = media.movedim(-1, -3)
     media = media[None] if media.ndim == 3 and len(media) == 3 else media
     if not media.numel() or not grids.drawable(media):
-        raise ValueError(
-            f"media has shape {tuple(media.shape)}; give pictures (B, 3, H, W) or videos"
-            " (B, F, 3, H, W)"
-        )
-    if bad := (~media.isfinite()).flatten(1).any(1).nonzero().flatten().tolist():
-        raise ValueError(f"media has NaN or infinite values at {bad}; leave these samples out")
-    return check_span(media, "[0, 1] is shown")
+        wrong = f"has shape {tuple(media.shape)}"
+    elif bad := (~media.isfinite()).flatten(1).any(1).nonzero().flatten().tolist():
+        wrong = f"has NaN or infinite values at {bad}"
+    elif media.ndim > 3 and (media.min() < -0.01 or media.max() > 1.01):
+        wrong = f"spans [{media.min():.3g}, {media.max():.3g}]"
+    if wrong:
+        of = "pictures (B, 3, H, W) or videos (B, F, 3, H, W)"
+        raise ValueError(f"media {wrong}; give {of} with values in [0, 1]")
+    return media
 
 
 def numbers(given: Any, what: str) -> Tensor:
     """Make a tensor of numbers, or of a list of tensors of one shape; ValueError for others."""
     try:
-        listed = isinstance(given, list) and given and isinstance(given[0], Tensor)
-        return torch.stack(given) if listed else torch.as_tensor(given)
+        parts = [torch.as_tensor(one) for one in given] if isinstance(given, list) else None
+        return torch.stack(parts) if parts else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{what}: a {type(given).__name__} is no numbers ({error})") from None
 
@@ -98,14 +97,12 @@ def score_texts(scores: Any) -> list[str] | None:
 
 def sources(media: Tensor, cell: int) -> list[str]:
     """Write each sample (B, *D) as the source of an <img>; a video moves."""
-    moving = media.ndim == 5
-    moments = media[:, spaced(media.shape[1], FRAMES)].unbind(1) if moving else [media]
-    kind = "webp" if moving else "png"
-    moves = {"save_all": True, "duration": MS, "loop": 0} if moving else {}
+    moments = media[:, spaced(media.shape[1], FRAMES)].unbind(1) if media.ndim == 5 else [media]
     out = []
     for first, *more in zip(*(grids.thumbnails(moment, cell) for moment in moments), strict=True):
-        data = encoded(first, f".{kind}", **moves, append_images=more)
-        out.append(f"data:image/{kind};base64,{base64.b64encode(data).decode()}")
+        moves = {"append_images": more, "save_all": True, "duration": MS, "loop": 0}
+        data = encoded(first, ".webp", lossless=not more, **(moves if more else {}))
+        out.append(f"data:image/webp;base64,{base64.b64encode(data).decode()}")
     return out
 
 
@@ -123,10 +120,10 @@ def show_tree(
     if not own:
         raise ValueError(f"prompt={prompt}; the rollout has 0 to {int(rollout.group.max())}")
     texts, sigma = score_texts(scores), rollout.state_sigma.tolist()
+    below = {int(rollout.leaf[i]): texts[i] for i in own} if texts else {}
     paths = [path_of(rollout, sample) for sample in own]
     levels = sorted({sigma[state] for path in paths for state in path}, reverse=True)
     levels = [levels[i] for i in spaced(len(levels), LEVELS)]
-    below = {int(rollout.leaf[i]): texts[i] for i in own} if texts else {}
     rows: dict[int, list[int]] = {}  # state -> rows of the samples that came from it
     steps = set()
     for row, path in enumerate(paths):
@@ -166,15 +163,3 @@ def framed(run: Path, template: str = "run.html") -> Markup:
     """Put the report of a run, or its head (head.html), into a frame: its styles reach nothing
     else."""
     return render("frame.html", page=run_page.page(read(Path(run), spare=True), template))
-
-
-def show_run(run: Path, *, browser: bool = False) -> None:
-    """Show the report of a run as `Run.show` says."""
-    if in_notebook() and not browser:
-        from IPython.display import display
-
-        return display({"text/html": framed(run), "text/plain": str(run)}, raw=True)
-    report = run_page.build(run)
-    if browser:
-        webbrowser.open(report.resolve().as_uri())
-    print(report)

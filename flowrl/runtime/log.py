@@ -92,8 +92,8 @@ def quiet() -> Iterator[None]:
 
 class Progress:
     """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
-    terminal and in a notebook, a line each few seconds elsewhere. A bar inside of another one is a
-    line below it.
+    terminal, in a notebook a line that changes, elsewhere a line each few seconds. A bar inside of
+    another one is a line below it.
 
     total: None: not known. show: False on all processes but the main one. lines: False: elsewhere
     the main process prints a line only where nothing was printed for QUIET seconds.
@@ -112,11 +112,12 @@ class Progress:
         self.total, self.done, self.every, self.lines = total, done, every, lines
         self.title = printable(title)
         main = os.environ.get("RANK", "0") == "0"
-        self.live = show and (sys.stderr.isatty() or in_notebook()) and main
+        self.live = show and sys.stderr.isatty() and main
         self.show = self.live or (show and (lines or main))
         self.last = -math.inf if lines else time.perf_counter()
         # (time, iteration) when the first iteration here ended; start-up does not count
         self.first: tuple[float, int] | None = None
+        self.place: Any = None  # the output of a notebook's cell that holds the line
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -130,12 +131,9 @@ class Progress:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if not self.live:
-            return
-        last = len(self.bar.tasks) == 1
-        if not last or (in_notebook() and not self.lines):
+        if self.live and len(self.bar.tasks) > 1:
             self.bar.remove_task(self.task)
-        if last:
+        elif self.live:
             _bars.pop().stop()
 
     def update(self, iteration: int, seconds: float | None = None, **facts: float | str) -> None:
@@ -152,12 +150,23 @@ class Progress:
         assert self.total is not None
         now = time.perf_counter()
         self.first = self.first or (now, iteration)
-        due = now - self.last >= self.every or iteration >= self.total
+        every = OFTEN if in_notebook() else self.every
+        due = now - self.last >= every or iteration >= self.total
         if due if self.lines else now - max(self.last, _printed) >= QUIET:
             self.last = now
             took = "" if seconds is None else f", {seconds:.0f} s"
             line = f"{self.title} {iteration}/{self.total}  {text}".rstrip()
-            _print(f"{line}{took}{self._left(now, iteration, seconds)}")
+            self._print(f"{line}{took}{self._left(now, iteration, seconds)}")
+
+    def _print(self, line: str) -> None:
+        """Print a line; in a notebook the bar's newest line takes the place of the one before."""
+        if not in_notebook():
+            return _print(line)
+        from IPython.display import display
+
+        done = 20 * self.done // (self.total or 1)
+        self.place = self.place or display({}, raw=True, display_id=True)
+        self.place.update({"text/plain": f"{'━' * done}{'─' * (20 - done)} {line}"}, raw=True)
 
     def _left(self, now: float, iteration: int, seconds: float | None) -> str:
         """Estimate the time left from the pace so far, at first from an iteration's seconds."""
@@ -172,10 +181,7 @@ class Progress:
 def _new_bar() -> Any:
     from rich import progress
 
-    kind: type[progress.Progress] = progress.Progress
-    if in_notebook():
-        from flowrl.runtime.cell_bar import CellBar as kind
-    return kind(
+    return progress.Progress(
         progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.MofNCompleteColumn(),
@@ -215,6 +221,7 @@ def _console() -> Any:
     return _shared
 
 
+OFTEN = 0.2  # seconds between two lines that take one place in a notebook
 QUIET = 30.0  # longest silence in seconds, where work that is counted goes on without a terminal
 _printed = -math.inf  # time.perf_counter() of the last line
 _shared: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import webbrowser
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from flowrl.data.prompts import Prompts
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.trained import TrainingBatch
+from flowrl.runtime.log import in_notebook
 from flowrl.runtime.store.lock import Lock
 from flowrl.training.ema import Ema
 from flowrl.training.setup import Setup
@@ -123,11 +125,16 @@ class Run:
         return show.framed(self.path, "head.html")
 
     def show(self, *, browser: bool = False) -> None:
-        """Show the report below the cell of a notebook; elsewhere print its path. browser: open it
-        in a browser."""
-        from flowrl.report import show
+        """Show the report below the cell of a notebook; elsewhere print its path, or open it in a
+        browser."""
+        from flowrl.report import run_page, show
 
-        show.show_run(self.path, browser=browser)
+        if in_notebook() and not browser:
+            from IPython.display import display
+
+            return display({"text/html": show.framed(self.path)}, raw=True)
+        report = run_page.build(self.path)
+        webbrowser.open(report.resolve().as_uri()) if browser else print(report)
 
 
 class RunFailed(RuntimeError):

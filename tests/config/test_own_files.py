@@ -26,6 +26,10 @@ from flowrl.types import Transition
 
 class Hollow(Algorithm): pass
 class Headless(transitions.TransitionMethod): pass
+class Misspelt(transitions.TransitionMethod):
+    def loss(self, scores, batch): return self.score_of(scores)
+    def score_of(self, scores): return scores
+    def leaf_advantage(self, rewards, group): return rewards
 class Wrong: pass
 NUMBER = 3
 HINTS = {"guidance": "norm"}
@@ -73,6 +77,7 @@ def own(tmp_path, monkeypatch):
         ("algorithm=own.py:NUMBER", "3 is not a subclass of flowrl.algorithms.Algorithm"),
         ("algorithm=own.py:Hollow", "Hollow does not define plan, columns, score, loss, fit"),
         ("algorithm=own.py:Headless", "Headless does not define loss; a subclass of Transition"),
+        ("algorithm=own.py:Misspelt", "nothing reads Misspelt.leaf_advantage; call it leaf_adv"),
         ("algorithm.sde=own.py:stepp", 'own.py has no "stepp"; did you mean "step"?'),
         ("algorithm.sde=own.py:NUMBER", "tried on two rows: TypeError: 'int' object is not call"),
         ("algorithm.sde=own.py:bare", "should be transition(v, x, sigma, sigma_next, *, eta) -> T"),

@@ -1,6 +1,8 @@
 """Micro-batches change no gradient, for losses that couple rows too; and what the gain of winners
 measures."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from toy import ToyPolicy, advantages_of, gradient, roll_out, to_the_right
@@ -325,3 +327,23 @@ def test_the_gain_looks_at_few_rows_the_same_on_any_number_of_processes_none_wit
     assert sorted(sum(seen[2:], [])) == sorted(seen[0] * 2)
     del seen[2:]
     assert mean_gain(algorithm, policy, rollout, rows[rows.adv < 0]) is None and len(seen) == 2
+
+
+@pytest.mark.parametrize("name", ["nft", "dgpo"])
+@pytest.mark.parametrize(
+    ("give", "said"),
+    [
+        (lambda out: out.loss, r"returned a Tensor of shape \(\), and not a LossOutput"),
+        (lambda out: replace(out, loss=out.loss.expand(3)), r"a LossOutput of shape \(3,\), and"),
+        (lambda out: replace(out, loss=out.loss.detach()), r"a LossOutput of shape \(\), and not"),
+        (lambda out: None, "returned a NoneType, and not"),
+    ],
+    ids=["a tensor", "three numbers", "no gradient", "nothing"],
+)
+def test_a_loss_that_is_not_one_number_with_a_gradient_is_said(name, give, said, monkeypatch):
+    algorithm = make(name)
+    policy, rollout, rows = prepared(algorithm)
+    right = type(algorithm).loss
+    monkeypatch.setattr(type(algorithm), "loss", lambda *a: give(right(*a)))
+    with pytest.raises(ValueError, match=rf"{type(algorithm).__name__}\.loss .*{said}"):
+        accumulated(algorithm, policy, rollout, rows, micro=1)

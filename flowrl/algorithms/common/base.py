@@ -332,17 +332,15 @@ def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutp
 
 
 def checked_loss(algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-    """The algorithm's loss; ValueError where it is not one number that depends on the scores."""
+    """The algorithm's loss; ValueError where it is not one number with a gradient."""
     out: Any = algorithm.loss(scores, batch)
-    loss = getattr(out, "loss", None)
-    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+    loss = getattr(out, "loss", out)
+    shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+    if isinstance(out, LossOutput) and shape == " of shape ()" and loss.requires_grad:
         return out
-    found = out if loss is None else loss
-    shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
-    cut = " without a gradient" if shape and not found.requires_grad else ""
     raise ValueError(
-        f"{type(algorithm).__name__}.loss returned a {type(found).__name__}{shape}{cut}; return"
-        " summed(term, metrics, batch), where term (n,) is made of the scores"
+        f"{type(algorithm).__name__}.loss returned a {type(out).__name__}{shape}, and not a"
+        " LossOutput of one number that depends on the scores; return summed(term, metrics, batch)"
     )
 
 
