@@ -25,7 +25,7 @@ CHUNK = 8  # states of a tree that go through the networks together
 
 
 @dataclass(frozen=True)
-class Shown:
+class CellOutput:
     """Pictures that a notebook shows where they are the last line of a cell."""
 
     html: Markup = field(repr=False)  # holds the pictures, too
@@ -40,7 +40,7 @@ class Shown:
 
 def show(
     media: Any, scores: Any = None, prompts: Sequence[str] | None = None, *, cell: int = 160
-) -> Shown:
+) -> CellOutput:
     """Show pictures (B, 3, H, W), (B, H, W, 3) or one of them, or videos (B, F, 3, H, W), each with
     its score and prompt below.
 
@@ -54,7 +54,7 @@ def show(
             raise ValueError(f"{len(media)} samples but {len(column)} {name}; give one each")
     columns = [column or [""] * len(media) for column in texts.values()]
     samples = list(zip(sources(media, cell), *columns, strict=True))
-    return Shown(render("shown.html", samples=samples, cell=cell))
+    return CellOutput(render("shown.html", samples=samples, cell=cell))
 
 
 def as_media(given: Any) -> Tensor:
@@ -109,7 +109,7 @@ def sources(media: Tensor, cell: int) -> list[str]:
 @torch.no_grad()
 def show_tree(
     policy: Any, rollout: Rollout, scores: Any = None, *, prompt: int = 0, cell: int = 64
-) -> Shown:
+) -> CellOutput:
     """Draw how the samples of one prompt came to be, noise on the left, a row a sample.
 
     A state at noise level sigma is shown as the sample that it points to, x - sigma v, by the
@@ -139,7 +139,7 @@ def show_tree(
     nodes = list(zip(sources(media, cell), captions, at.values(), strict=True))
     lines = [(at[start], at[end]) for start, end in steps]
     sizes = {"columns": len(levels), "rows": len(own), "cell": cell}
-    return Shown(render("tree.svg", nodes=nodes, lines=lines, **sizes))
+    return CellOutput(render("tree.svg", nodes=nodes, lines=lines, **sizes))
 
 
 def path_of(rollout: Rollout, sample: int) -> list[int]:
