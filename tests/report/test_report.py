@@ -4,78 +4,23 @@ text is escaped."""
 import base64
 import hashlib
 import io
-import itertools
 import json
-import math
 import re
 import shlex
 from html import unescape
-from pathlib import Path
 
-import av
-import numpy as np
+import finished
 import pytest
-import torch
-from page import Page
-from PIL import Image
+from finished import EVALUATION, interval, page_of, row
 from rich.console import Console
 
 from flowrl.config.load import diff, dump, load_config
-from flowrl.data.media import save
-from flowrl.report import answers, charts, described, grids, run_page, terminal
-
-
-def interval(mean, half):
-    return {"mean": mean, "ci": [mean - half, mean + half]}
-
-
-def row(name, strict, **more):
-    metrics = {"shapes": interval(strict + 0.3, 0.02), "shapes/strict": interval(strict, 0.03)}
-    tasks = {"shapes/strict": {"counting": strict - 0.1, "two_object": strict + 0.1}}
-    own = {"name": name, "guidance": "none", "steps": 10, "images": 512, "nfe": 10}
-    return {**own, "metrics": metrics, "tasks": tasks, **more}
-
-
-CURVES = ("reward", "eval", "policy", "diversity")
-EVALUATION = {
-    "rows": [
-        row("before", 0.21),
-        row("before, guidance 3", 0.36, guidance=3.0, nfe=20),
-        row("after", 0.49),
-    ],
-    "paired": {
-        "shapes": {"difference": 0.28, "ci": [0.26, 0.30], "p": 0.0002},
-        "shapes/strict": {"difference": 0.28, "ci": [0.235, 0.325], "p": 0.0002},
-    },
-}
+from flowrl.report import answers, run_page, terminal
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A complete run folder."""
-    folder = tmp_path / "my-run"
-    (folder / "samples").mkdir(parents=True)
-    (folder / "config.yaml").write_text(
-        "model:\n  name: shapes-sd3\nalgorithm:\n  name: nft\nreward:\n  shapes: 1.0\nseed: 7\n"
-    )
-    lines = []
-    for i in range(1, 41):
-        line = {"iteration": i, "reward/total": 0.4 + i / 100, "policy/kl": i * 1e-5}
-        line |= {"policy/ratio": None, "nfe/rollout": 64, "nfe/update": 32}
-        line |= {"time/rollout": 2.0, "time/update": 6.0, "time/iteration": 10.0}
-        line |= {"time/network_work": 7.0, "time/overhead_fraction": 0.3}
-        lines.append(json.dumps(line | ({"eval/shapes/strict": i / 100} if i % 10 == 0 else {})))
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
-    pairs = grids.before_after(torch.rand(2, 3, 16, 16), torch.rand(2, 3, 16, 16), ["a", "b"])
-    pairs.save(folder / "samples" / "before_after.png")
-    (folder / "environment.json").write_text('{"torch": "9.9.9"}')
-    return folder
-
-
-def page_of(run):
-    html = run_page.build(run).read_text(encoding="utf-8")
-    return html, Page(html)
+    return finished.write(tmp_path / "my-run")
 
 
 def test_the_page_says_what_the_run_found(run):
@@ -105,109 +50,6 @@ def test_the_page_fetches_nothing_and_forbids_it(run):
     assert "http" not in html.replace("http-equiv", "")
     assert "url(" not in html and "@import" not in html
     assert "default-src 'none'" in html
-
-
-def keep(samples, count, size, *, judged=()):
-    """Keep arrays of pairs as an evaluation does. judged: verdicts before and after."""
-    rng = np.random.default_rng(0)
-    for k, stem in enumerate(("before", "after")):
-        images = rng.integers(0, 256, (count, 3, size, size), np.uint8)
-        own = {"verdicts.shapes": np.array(judged[k], np.int8)} if judged else {}
-        prompts = np.array([f"a <b>{i}" for i in range(count)])
-        np.savez(samples / f"{stem}.npz", images=images, prompts=prompts, **own)
-
-
-def opened(source):
-    return Image.open(io.BytesIO(base64.b64decode(source.split(",")[1])))
-
-
-def test_pairs_are_single_pictures_whose_filter_never_hides_a_broken_one(run):
-    keep(run / "samples", 5, 64, judged=([0, 1, 1, 0, -1], [1, 0, 1, 0, 1]))
-    html, page = page_of(run)
-    kinds = re.findall(r'<figure class="pair (\w+) tiny">', html)
-    assert kinds == ["broken", "fixed", "same", "same", "same"]
-    with np.load(run / "samples" / "after.npz") as kept:
-        assert (np.asarray(opened(page.src[1])) == kept["images"][1].transpose(1, 2, 0)).all()
-    for said in ("all 5", "fixed 1", "broken 1", "same 3", "By shapes: fixed is wrong before"):
-        assert said in page.text, said
-    assert "not judged a <b>4" in page.text and "<b>4" not in html
-    style = html.partition("</style>")[0]
-    for rule in re.findall(r'\.sift:has\(\[value="\w+"\]:checked\) ([^{,]+)', style):
-        assert "broken" not in rule
-    # four, two or one in a row
-    assert re.findall(r"\.pairs \{[^}]*repeat\((\d)|\.pairs \{[^}]*columns: 1fr", style) == [
-        "4",
-        "2",
-        "",
-    ]
-
-
-def test_runs_without_verdicts_or_prompts_show_pairs_and_damaged_ones_leave_a_sheet(run):
-    keep(run / "samples", 2, 128)
-    html, page = page_of(run)
-    assert html.count('<figure class="pair "') == 2 and 'class="filter"' not in html
-    torn = (run / "samples" / "after.npz").read_bytes()[:-40]
-    (run / "samples" / "after.npz").write_bytes(torn)
-    html, page = page_of(run)
-    assert 'class="pair' not in html and len(page.src) == 1
-
-
-def test_videos_play_in_the_page_and_their_originals_are_linked(run):
-    samples = run / "samples"
-    keep(samples, 2, 64)
-    rng = torch.Generator().manual_seed(0)
-    for stem, i in itertools.product(("before", "after"), range(2)):
-        save(torch.rand(5, 3, 64, 320, generator=rng), samples / stem / f"{i:02d}.mp4")
-    (samples / "after" / "01.mp4").write_bytes(b"torn")
-    html, page = page_of(run)
-    assert html.count("<video") == 2 == html.count("data:video/mp4") and "media-src data:" in html
-    assert [s for s in page.src if not s.startswith("data:")][:2] == [
-        "samples/before/00.mp4",
-        "samples/after/00.mp4",
-    ]
-    clip = base64.b64decode(next(s for s in page.src if "video" in s).split(",")[1])
-    with av.open(io.BytesIO(clip)) as file:
-        stream = file.streams.video[0]
-        assert (stream.codec_context.name, stream.pix_fmt) == ("h264", "yuv420p")
-        assert max(stream.width, stream.height) == 256 and len([*file.decode(video=0)]) == 5
-
-
-def test_the_slider_has_a_sheet_for_each_tenth_of_the_run(run):
-    for i in (1, *range(3, 43, 3)):
-        Image.new("RGB", (40, 20), (i, 0, 0)).save(run / "samples" / f"iteration-{i:06d}.png")
-    (run / "samples" / "iteration-000021.png").write_bytes(b"torn")
-    html, _ = page_of(run)
-    shown = [int(n) for n in re.findall(r"<figcaption>Iteration (\d+)", html)]
-    assert shown == [1, 3, 9, 12, 18, 24, 30, 33, 39, 42]
-    assert 'max="9" value="9"' in html and html.count("<figure hidden>") == 9
-
-
-def test_the_page_of_a_long_run_of_large_pictures_is_small(run):
-    """Noise is what compresses worst."""
-    keep(run / "samples", 16, 512, judged=([0] * 16, [1] * 16))
-    rng = np.random.default_rng(0)
-    sheet = Image.fromarray(rng.integers(0, 256, (1100, 1096, 3), np.uint8))
-    sheet.save(sheets := io.BytesIO(), "PNG", compress_level=0)
-    for i in range(0, 201, 20):
-        (run / "samples" / f"iteration-{i or 1:06d}.png").write_bytes(sheets.getvalue())
-    lines = []
-    for i in range(1, 201):
-        line = {f"{part}/m{k}": i * k + math.sin(i) for part in CURVES for k in range(15)}
-        lines.append(json.dumps(line | {"iteration": i}))
-    (run / "metrics.jsonl").write_text("\n".join(lines))
-    html, page = page_of(run)
-    assert len(page.src) == 16 * 2 + 11 and html.count("<svg") == 60
-    assert len(html.encode()) < 3e6
-
-
-def test_whole_sheets_stand_in_for_pairs(run):
-    _, page = page_of(run)
-    pairs = run / "samples" / "before_after.png"
-    assert opened(page.src[0]).size == Image.open(pairs).size
-    pairs.unlink()
-    grids.grid(torch.rand(1, 3, 8, 8)).save(run / "samples" / "before.png")
-    html, page = page_of(run)
-    assert len(page.src) == 1 and "samples/after.png are missing" in page.text
 
 
 def test_every_curve_of_the_metrics_is_drawn_with_its_values_on_hover(run):
@@ -413,108 +255,6 @@ def test_the_terminal_table_fits_eighty_columns_and_starts_with_the_headline_met
         assert said in text, said
     assert "shapes/strict +0.280 [+0.235, +0.325]" in text
     assert terminal.evaluation_table({}).row_count == 0
-
-
-def test_every_colour_that_charts_name_is_in_the_style_sheet_for_light_and_for_dark():
-    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
-    named = [int(number) for number in re.findall(r"--chart-(\d+):", style)]
-    assert named == list(range(charts.COLOURS)) * 2
-
-
-def luminance(colour):
-    """The relative luminance of #rrggbb (WCAG 2)."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    r, g, b = (p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def test_colours_stand_out_from_panel_and_paper_and_no_text_is_small():
-    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
-    roots = re.findall(r":root \{(.*?)\}", style, re.S)
-    for theme in (roots[0] + roots[2], roots[1] + roots[3]):  # light, dark
-        colours = dict(re.findall(r"--([\w-]+): (#\w{6})", theme))
-        grounds = [luminance(colours.pop(name)) for name in ("paper", "panel")]
-        del colours["rule"]
-        assert len(colours) == charts.COLOURS + 4
-        for name, colour in colours.items():
-            for ground in grounds:
-                low, high = sorted((ground, luminance(colour)))
-                contrast = (high + 0.05) / (low + 0.05)
-                assert contrast >= (3 if name.startswith("chart") else 4.5), (name, contrast)
-    sizes = re.findall(r"font(?:-size)?:[^;]*?([\d.]+)px", style)
-    assert len(sizes) > 10 and min(map(float, sizes)) >= 11
-    # a text in an SVG would shrink with the page
-    drawn = charts.line_chart("x", [(0, 1.0), (1, 2.0)]) + charts.interval_chart([("a", 1, 0, 2)])
-    assert "<text" not in drawn and ">0.5<" in drawn
-
-
-def test_the_line_under_a_chart_is_that_of_the_table_of_metrics(run):
-    _, page = page_of(run)
-    assert "Mean of the weighted sum of all rewards over the valid samples" in page.text
-    assert described.sentence("reward/clip/small/mean").startswith("Mean of one reward")
-    assert described.sentence("time/vae_work") != described.sentence("time/rollout")
-    assert described.sentence("mine/number") == ""
-    assert "mine/number" in charts.line_chart("mine/number", [(0, 1.0)])
-
-
-# --- charts
-
-
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [(0.19, 0.49), (-3.0, 7.0), (1e-5, 3e-4), (0, 12345), (0.4999, 0.5001), (-1, -0.1)],
-)
-def test_ticks_are_round_even_and_cover_the_data(low, high):
-    out = charts.ticks(low, high)
-    step = out[1] - out[0]
-    assert out[0] <= low + 1e-9 * step and out[-1] >= high - 1e-9 * step and 4 <= len(out) <= 8
-    assert all(math.isclose(b - a, step, rel_tol=1e-6) for a, b in zip(out, out[1:], strict=False))
-    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 2.5, 5)
-    assert len({charts.tick_text(t, out) for t in out}) == len(out)
-
-
-def test_numbers_have_three_digits():
-    shown = {0: "0", 0.51234: "0.512", 12.345: "12.3", 123.4: "123", 12345.6: "12,346"}
-    shown |= {0.00012: "1.2e-04", -0.5: "-0.500", math.nan: "nan", 20: "20.0", 999.96: "1000"}
-    for value, text in shown.items():
-        assert charts.number(value) == text
-
-
-def test_a_line_chart_places_points_linearly():
-    chart = charts.line_chart("x", [(0, 0.0), (5, 0.5), (10, 1.0)])
-    (d,) = re.findall(r'class="line" d="([^"]+)"', chart)
-    points = [tuple(map(float, p)) for p in re.findall(r"([\d.]+) ([\d.]+)", d)]
-    assert points[1] == pytest.approx([(points[0][k] + points[2][k]) / 2 for k in (0, 1)], abs=0.06)
-    assert points[0][0] < points[2][0] and points[0][1] > points[2][1]  # SVG's y grows downwards
-
-
-@pytest.mark.parametrize(
-    "points", [[(1, 0.5)], [(1, 0.0), (2, 0.0)], [(1, math.nan), (2, 3.0)], [(0, -1e-9), (1, 1e9)]]
-)
-def test_degenerate_curves_draw_finite_numbers(points):
-    chart = charts.line_chart("x", points)
-    assert "<svg" in chart and "nan" not in chart and "inf" not in chart
-
-
-def test_no_finite_point_draws_nothing_and_long_curves_are_averaged():
-    assert charts.line_chart("x", [(0, math.nan)]) == "" and charts.line_chart("x", []) == ""
-    long = [(i, float(i)) for i in range(1000)]
-    assert len(charts.thin(long)) == 250 and charts.thin(long)[0] == (1.5, 1.5)
-    assert charts.thin(long[:300]) == long[:300]
-
-
-def test_smoothing_keeps_constants_and_reduces_noise():
-    flat = [(i, 2.0) for i in range(50)]
-    assert charts.smooth(flat) == [(i, pytest.approx(y)) for i, y in flat]
-    noise = torch.randn(500).tolist()
-    smoothed = torch.tensor([y for _, y in charts.smooth(list(enumerate(noise)))])
-    assert smoothed[100:].std() < 0.3 * torch.tensor(noise).std()
-
-
-def test_shares_of_a_stacked_bar_add_up_and_are_ranked():
-    html = charts.stacked_bar({"a": 1.0, "b": 3.0}, unit="s")
-    assert [float(w) for w in re.findall(r"width: ([\d.]+)%", html)] == [75.0, 25.0]
-    assert re.findall(r"</i>(\w)<b>([\d.]+)%", html) == [("b", "75.0"), ("a", "25.0")]
 
 
 def test_a_metric_that_repeats_another_is_shown_once_and_long_names_wrap(capsys):
