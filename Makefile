@@ -4,6 +4,7 @@
 # make quickstart   install, align the embedded model, show before and after
 # make test         install, run the test suite but for its long tests
 # make long         the long tests: siblings of tests that make test runs
+# make browser      the pages in Debian's Chromium: apt-get install chromium chromium-driver
 # make real         the named models and rewards at their real sizes, on a CPU; 20 GB and hours
 # make check        lint, types, spelling, budgets
 # make docs         build the documentation into site/
@@ -25,7 +26,7 @@ TREE := .mypy_cache/tree/flowrl
 # Other packages count as Any (reading torch's types takes a minute from cold), and optional record fields may be used without an assert.
 MYPY := --follow-imports=skip --no-strict-optional --disable-error-code=var-annotated
 
-.PHONY: help install quickstart test long real check docs lock lowest release
+.PHONY: help install quickstart test long browser real check docs lock lowest release
 
 help:
 	@sed -n '/^#/!q; s/^# //p' Makefile
@@ -37,10 +38,13 @@ quickstart: $(STAMP)
 	$(BIN)/flowrl train experiment=quickstart
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(PYTEST) -m "not long"
+	HF_HUB_OFFLINE=1 $(PYTEST) -m "not long and not browser"
 
 long: $(STAMP)
 	HF_HUB_OFFLINE=1 $(PYTEST) -m long
+
+browser: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 0 -m browser tests/browser
 
 real: $(STAMP)
 	$(BIN)/python scripts/bench/real_size.py
