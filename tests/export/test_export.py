@@ -14,6 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+import flowrl
 from flowrl.policy import load_policy
 from flowrl.runtime.store import checkpoint
 
@@ -335,8 +336,9 @@ def test_a_push_without_a_token_is_refused(run, tmp_path, hub, monkeypatch):
 
 
 @pytest.mark.parametrize("form", [pytest.param("comfyui", marks=pytest.mark.long), "kohya"])
-def test_generate_takes_what_was_exported(run, tmp_path, form):
-    """`generate --lora` of the file gives the picture of the run."""
+def test_generate_takes_what_was_exported_and_a_run_starts_from_it(run, tmp_path, form):
+    """`generate --lora` of the file gives the picture of the run, and so does a run that starts
+    with train.init_lora, before it trains."""
     export(run, "--format", form, "-o", tmp_path / "a.safetensors")
     how = ("a red circle", "--steps", "2", "--guidance", "none")
     made = []
@@ -346,3 +348,10 @@ def test_generate_takes_what_was_exported(run, tmp_path, form):
         assert result.exit_code == 0, result.output
         made.append(torch.from_numpy(np.load(file)))
     assert (made[0] - made[1]).abs().max() < 1e-5
+    first = {"train__init_lora": str(tmp_path / "a.safetensors"), "iterations": "1"}
+    trainer = small.trainer(tmp_path / "next", **first)
+    began = flowrl.generate(trainer.policy, how[0], steps=2, guidance="none")[0]
+    assert (made[0] - began).abs().max() < 1e-5
+    trainer.run()
+    after = flowrl.generate(trainer.policy, how[0], steps=2, guidance="none")[0]
+    assert (after - began).abs().max() > 1e-5 and len(small.lines(tmp_path / "next")) == 1
