@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -27,7 +29,7 @@ from flowrl.cli.common import (
 )
 from flowrl.runtime.excerpt import part
 from flowrl.runtime.paths import expanded
-from flowrl.runtime.store.run_folder import is_run
+from flowrl.runtime.store.run_folder import is_run, lora_folder
 
 Model = Annotated[
     str,
@@ -80,23 +82,42 @@ Chooser = Annotated[
     typer.Option(metavar=REWARD, help="The reward that chooses, and its settings; once for each."),
 ]
 Seed = Annotated[
-    int, typer.Option(min=0, max=LARGEST_SEED, help="Equal seeds give equal pictures.")
+    str,
+    typer.Option(
+        "--seed",
+        "--seeds",
+        metavar="0,1,2",
+        help="Equal seeds give equal pictures; several, several of each prompt.",
+    ),
 ]
+WithBase = Annotated[
+    bool, typer.Option("--with-base", help="By the base model, too, from the same noise.")
+]
+Batch = Annotated[int, typer.Option(min=1, help="Samples made at once; fewer need less memory.")]
 Output = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "-o",
         "--output",
-        help="out.png, out.mp4, out.npy ...; several prompts get numbers. Default: out, with the"
-        " suffix that suits.",
+        help="out.png, out.mp4, out.npy ...; several get numbers. Or a folder, out/, in which the"
+        " same command goes on after a stop. Default: out, with the suffix that suits.",
     ),
 ]
+Form = Annotated[
+    Literal["png", "jpg", "webp", "mp4", "gif", "npy"] | None,
+    typer.Option("--format", help="Form of the files in a folder. Default: png, of videos mp4."),
+]
+Grid = Annotated[Path | None, typer.Option(help="A contact sheet of the samples, as sheet.png.")]
 
 WORD = re.compile(r"[^:/]+$")  # in a name of a file or a dataset there would be one of these
+# options that change samples or files, beside the model's
+HOW = ("steps", "guidance", "rlg", "best_of", "search", "calls", "refine", "enough")
+SHARED = (*HOW, "reward", "hints", "form")
 LITTLE = frozenset(["a", "an", "and", "at", "in", "of", "on", "the", "with"])  # are no prompts
 
 
 def generate(
+    ctx: typer.Context,
     model: Model,
     prompts: Prompts = None,
     lora: Lora = None,
@@ -112,8 +133,12 @@ def generate(
     pipeline: Call = None,
     hints: Hints = None,
     columns: Columns = None,
-    seed: Seed = 0,
+    seed: Seed = "0",
+    with_base: WithBase = False,
+    batch: Batch = 8,
     output: Output = None,
+    form: Form = None,
+    grid: Grid = None,
 ) -> None:
     """Make images or videos."""
     from flowrl.runtime import log
@@ -121,80 +146,147 @@ def generate(
     log.setup()
     with one_sentence_errors():
         # words first: so far nothing imports torch
-        model, prompts = expanded(model), prompts or []
-        _judge(model, prompts, lora, output, pipeline, rlg)
-        named = parse_columns(columns)
-        how: dict[str, Any] = {"steps": steps, "seed": seed, "rlg": rlg, "best_of": best_of}
-        how |= {"guidance": parse_guidance(guidance), "search": _search(search, calls)}
-        chosen = parse_rewards(reward) if reward else None
-        part("flowrl.rollouts.inference.generate", "check_way")(best_of, search, refine, chosen)
-        if chosen and best_of == 1 and not (search or refine):
-            raise ValueError(
-                "--reward chooses among samples, and one is made of each prompt; add --best-of 4,"
-                " --search or --refine, or leave --reward out"
-            )
-        how["refine"] = _refine(refine, enough)
+        model, words = expanded(model), ctx.params
+        seeds = _judge(model, prompts or [], words)
+        folder, file = _place(output, words)
+        named, chosen = parse_columns(columns), parse_rewards(reward) if reward else None
+        how = _how(words, chosen, scored=not file)
+        settings = _settings(model, words)
 
-        from flowrl.data.media import MEDIA_SUFFIXES
         from flowrl.rewards import load_set
-        from flowrl.rollouts.inference import generate as generation
+        from flowrl.rollouts.inference import gallery
 
         log.hush()
-        embedded = _embedded(model)
-        asked = _asked(prompts, named, embedded)
+        asked = _asked(prompts or [], named, settings["model"])
+        rows = gallery.wanted(asked, seeds, settings, base=with_base)
+        todo = rows if file else gallery.left(folder, rows)
         chooser = load_set(chosen) if chosen else None
         how |= {"reward": chooser, "meta": _meta_of(chooser, asked)}
         # the words are checked before this line, because loading a model takes minutes
-        policy = _load(model, lora, pipeline, hints)
-        _check_scale(policy, guidance, pipeline)
-        output = _suited(policy, output)
-        made = generation.generate(policy, asked, **how)
-        with one_sentence_errors(disk=1):
-            saved = _save(made, output)
-    if saved[0].suffix in MEDIA_SUFFIXES:
-        first = asked[0] if isinstance(asked[0], str) else asked[0]["prompt"]
-        usual = "clip.preset=shapes" if embedded else "clip"
+        if todo:
+            policy = _load(model, words, asked)
+            _check_scale(policy, guidance, pipeline)
+            _name(todo, policy, file, words)
+            with one_sentence_errors(disk=1):
+                gallery.fill(policy, asked, todo, folder, how, batch=batch, listed=not file)
+        made = [str(folder / row["file_name"]) for row in rows]
+        said = made if file else [f"{folder}: {len(rows)} samples, {len(todo)} of them new"]
+        said += [str(gallery.sheet(rows, folder, grid))] if grid else []
+        show("\n".join(said), wrap=True)
+    _say_next(made[0] if file else str(folder), rows[0], reward)
+
+
+def _say_next(place: str, row: dict[str, Any], reward: list[str] | None) -> None:
+    """Say how to score what was made, if rewards take it. row: the first sample's."""
+    from flowrl.config.compose import is_embedded
+
+    if row["file_name"].endswith(part("flowrl.data.media", "MEDIA_SUFFIXES")):
+        usual = "clip.preset=shapes" if is_embedded(row["model"]) else "clip"
         rewards = " ".join(f"--reward {word}" for word in reward or [usual])
-        next_steps(f"flowrl score {quote(str(saved[0]))} --prompt {quote(first)} {rewards}")
+        prompt = "" if Path(place).is_dir() else f" --prompt {quote(row['prompt'])}"
+        next_steps(f"flowrl score {quote(place)}{prompt} {rewards}")
 
 
-def _judge(
-    model: str,
-    prompts: list[str],
-    lora: Path | None,
-    output: Path | None,
-    pipeline: list[str] | None,
-    rlg: float,
-) -> None:
-    """Raise ValueError for what is wrong with these words, before torch is imported."""
+def _judge(model: str, prompts: list[str], words: Mapping[str, Any]) -> list[int]:
+    """Return the seeds; ValueError for what is wrong with these words, before torch is imported."""
+    from flowrl.cli.seeds import split
+
+    seeds = split(words["seed"], None)[0]
+    if max(seeds) > LARGEST_SEED:
+        raise ValueError(f"--seed {max(seeds)} is above {LARGEST_SEED}, the largest seed")
     if not prompts:
         own = f'model? flowrl generate shapes-sd3 "{model}"' if " " in model else ""
         raise ValueError(f"which {own or f'prompt? flowrl generate {model} PROMPT'}")
-    if output:
-        part("flowrl.data.media", "check_output")(output)
+    lora = words["lora"]
     if lora and not lora.exists():
         part("flowrl.config.build", "lora_of")(lora)  # whose error names what may be given
-    named_values("--pipeline", pipeline, "height=512", lambda name: frozenset())
+    named_values("--pipeline", words["pipeline"], "height=512", lambda name: frozenset())
     _check_quoted(prompts)
     if is_run(model):
-        return
-    if rlg != 1 and lora is None:
-        raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
+        return seeds
+    if (words["rlg"] != 1 or words["with_base"]) and lora is None:
+        option = "--with-base" if words["with_base"] else "--rlg"
+        raise ValueError(f"{option} compares the LoRA with the base model; give --lora too")
     check_model(model)
+    return seeds
 
 
-def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str | None) -> Any:
+def _place(output: str | None, words: Mapping[str, Any]) -> tuple[Path, Path | None]:
+    """The folder of the files, and their common name; None: each is named by its prompt."""
+    path, check = Path(expanded(output or "out.png")), part("flowrl.data.media", "check_output")
+    listed = output is not None and (output.endswith("/") or path.is_dir() or not path.suffix)
+    if listed and (path.is_file() or is_run(path)):
+        what = "a file" if path.is_file() else "the folder of a run"
+        raise ValueError(f"-o {output} is {what}; give another folder for the samples")
+    if not listed and (words["form"] or words["with_base"]):
+        option = "--format" if words["form"] else "--with-base"
+        raise ValueError(f"{option} is about a folder of files; give one, -o out/")
+    if (grid := words["grid"]) and grid.suffix not in part("flowrl.data.media", "IMAGE_SUFFIXES"):
+        raise ValueError(f"--grid {grid}: a contact sheet is a picture, such as sheet.png")
+    check(Path(f"out.{words['form'] or 'png'}") if listed else path)
+    return (path, None) if listed else (path.parent, path)
+
+
+def _how(words: Mapping[str, Any], chosen: Any, *, scored: bool) -> dict[str, Any]:
+    """Arguments of `generate`. chosen: the rewards; scored: a list takes their scores."""
+    if words["enough"] is not None and words["refine"] is None:
+        raise ValueError(f"--enough {words['enough']:g} is read with --refine; add --refine 1")
+    Refine, refine = part("flowrl.rollouts.inference.refine", "Refine"), words["refine"]
+    how = {name: words[name] for name in ("steps", "rlg", "best_of")}
+    how |= {"guidance": parse_guidance(words["guidance"]), "reward": chosen}
+    how["search"] = _search(words["search"], words["calls"])
+    how["refine"] = Refine(rounds=refine, enough=words["enough"]) if refine else None
+    ways = [how[name] for name in ("best_of", "search", "refine")]
+    part("flowrl.rollouts.inference.generate", "check_way")(*ways, chosen)
+    if chosen and not scored and ways == [1, None, None]:
+        raise ValueError(
+            "--reward chooses among samples, and one is made of each prompt; add --best-of 4,"
+            " --search or --refine, give a folder for a list with scores, -o out/, or leave"
+            " --reward out"
+        )
+    return how
+
+
+def _settings(model: str, words: Mapping[str, Any]) -> dict[str, Any]:
+    """What all samples share, as their files and the list of the folder say it. "weights" tells a
+    checkpoint or a LoRA from others, wherever it lies."""
+    from flowrl.config.load import read_for_sampling
+    from flowrl.config.rules import unknown_model
+
+    found: dict[str, Any] = {"model": model}
+    lora = words["lora"]
+    run = next((Path(place) for place in (model, lora) if place and is_run(place)), None)
+    own = read_for_sampling(run / "config.yaml").model if run else None
+    if own and is_run(model):
+        if problem := unknown_model(own.source):
+            elsewhere = f"where it is elsewhere now: flowrl generate PLACE PROMPTS --lora {model}"
+            raise ValueError(f"{problem}; {model} was trained from it, {elsewhere}")
+        newest = part("flowrl.runtime.store.checkpoint", "latest")(run)
+        found = {"model": own.source, "run": Path(model).resolve().name, "checkpoint": newest.name}
+        found["weights"] = sha256((newest / "manifest.json").read_bytes()).hexdigest()[:16]
+    elif lora:
+        files = sorted(lora_folder(lora).rglob("*.safetensors")) or [lora] * lora.is_file()
+        weights = sha256(b"".join(sha256(file.read_bytes()).digest() for file in files))
+        found |= {"lora": lora.name, "weights": weights.hexdigest()[:16]}
+    given = named_values("--pipeline", words["pipeline"], "height=512", lambda name: frozenset())
+    found["pipeline"] = {**(own.pipeline if own else {}), **given}
+    found |= {name: words[name] for name in SHARED if words[name] not in (None, [])}
+    return found | {"guidance": parse_guidance(words["guidance"])}
+
+
+def _load(model: str, words: Mapping[str, Any], prompts: list[Any]) -> Any:
     """Load the policy as a run trained it, or with its LoRA and heads; with the run's arguments of
-    the call, which `pipeline` overrides."""
+    the call, which --pipeline overrides."""
     from flowrl.config.build import heads_of, lora_of, pipeline_of, trained
     from flowrl.policy import load_policy
 
+    lora, call, hints = words["lora"], call_arguments(words["pipeline"]), words["hints"]
     if is_run(model):
         if lora:
             raise ValueError(f"{model} is a run and has weights of its own; leave --lora out")
-        return trained(Path(model), call_arguments(pipeline), hints)
+        return trained(Path(model), call, hints, prompts=prompts)
     weights, settings = lora_of(lora) if lora else (None, {})
-    call = (pipeline_of(lora) if lora else {}) | call_arguments(pipeline)
+    call = (pipeline_of(lora) if lora else {}) | call
     if hints:
         call["hints"] = hints
     policy: Any = load_policy(model, **settings, **call)
@@ -218,22 +310,13 @@ def _check_quoted(prompts: list[str]) -> None:
     logger.warning(said)
 
 
-def _embedded(model: str) -> bool:
-    """Whether it is an embedded model, or a run of one."""
-    from flowrl.config.compose import is_embedded
-    from flowrl.config.load import read_config
-
-    return is_embedded(
-        read_config(Path(model, "config.yaml")).model.source if is_run(model) else model
-    )
-
-
-def _asked(prompts: list[str], columns: dict[str, str], embedded: bool) -> list[Any]:
+def _asked(prompts: list[str], columns: dict[str, str], model: str) -> list[Any]:
     """Load the prompts, and warn of words that the embedded model never saw, if it is one."""
+    from flowrl.config.compose import is_embedded
     from flowrl.data.prompts import of_words
 
     asked = of_words(prompts, columns)
-    if not embedded:
+    if not is_embedded(model):
         return asked
     from flowrl.runtime.log import logger
     from flowrl.shapes.prompts import vocabulary, words
@@ -249,20 +332,29 @@ def _asked(prompts: list[str], columns: dict[str, str], embedded: bool) -> list[
     return asked
 
 
-def _suited(policy: Any, output: Path | None) -> Path | None:
-    """The file to write, with a suffix that suits what the policy makes."""
+def _name(
+    rows: list[dict[str, Any]], policy: Any, file: Path | None, words: Mapping[str, Any]
+) -> None:
+    """Name the files of rows, with a suffix that suits what the policy makes."""
     import torch
 
     from flowrl.data import media
     from flowrl.rollouts.from_files import media_shape
     from flowrl.runtime.log import logger
 
-    if output is None or output.suffix.lower() == media.ARRAY:
-        return output
-    suits = media.fitting(output, torch.empty(media_shape(policy)))
-    if suits != output:
-        logger.warning(f"{output.name} does not suit what is made; it is saved as {suits.name}")
-    return suits
+    form, shape = words["form"], media_shape(policy)
+    given = file or Path(f"out.{form or 'png'}")
+    suits = media.fitting(given, torch.empty(shape))
+    if suits != given and form:
+        known = ", ".join(media.WRITTEN[media.media_kind((1, *shape))])
+        raise ValueError(f"--format {form} does not suit what is made, which is saved as {known}")
+    if words["grid"] and suits.suffix == media.ARRAY:
+        raise ValueError("--grid shows pictures, and .npy holds numbers; leave one of them out")
+    if suits != given and file and words["output"]:
+        logger.warning(f"{given.name} does not suit what is made; it is saved as {suits.name}")
+    for i, row in enumerate(rows):
+        stem = f"{suits.stem}-{i}" if len(rows) > 1 else suits.stem
+        row["file_name"] = f"{stem if file else row['file_name']}{suits.suffix}"
 
 
 def _check_scale(policy: Any, guidance: str, words: list[str] | None) -> None:
@@ -300,17 +392,6 @@ def _search(words: list[str] | None, calls: int | None) -> Any:
     return Search(how=ways[0], calls=calls, **given)
 
 
-def _refine(rounds: int | None, enough: float | None) -> Any:
-    """Build a Refine of this many rounds; return None where no refinement is asked for."""
-    if rounds is None:
-        if enough is not None:
-            raise ValueError(f"--enough {enough:g} is read with --refine; add --refine 1")
-        return None
-    from flowrl.rollouts.inference.refine import Refine
-
-    return Refine(rounds=rounds, enough=enough)
-
-
 def _meta_of(rewards: Any, prompts: list[Any]) -> list[dict[str, Any]] | None:
     """Meta that the shapes reward, if it is in the set, reads for prompts that bring only a
     text."""
@@ -323,18 +404,3 @@ def _meta_of(rewards: Any, prompts: list[Any]) -> list[dict[str, Any]] | None:
     from flowrl.shapes.prompts import find
 
     return [find(prompt) for prompt in prompts]
-
-
-def _save(made: Any, output: Path | None) -> list[Path]:
-    """Write each item and print where; several items get numbers. A wrong suffix does not lose what
-    was made."""
-    from flowrl.data import media
-    from flowrl.runtime.store import files
-
-    output = media.fitting(output or Path("out.png"), made[0])
-    files.clean(output.parent)
-    several = [output.with_stem(f"{output.stem}-{i}") for i in range(len(made))]
-    names = several if len(made) > 1 else [output]
-    saved = [media.save(item, name) for item, name in zip(made, names, strict=True)]
-    show("\n".join(map(str, saved)), wrap=True)
-    return saved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -258,18 +258,28 @@ def trained(
     call: Mapping[str, Any],
     hints: str | None = None,
     saved: Checkpoint | None = None,
+    prompts: Sequence[Any] = ("",),
     **model: Any,
 ) -> Policy:
     """Load the policy that a run trained, LoRA or all weights, averaged; its view "reference" is
     the base model. call: arguments of the pipeline's call in place of the run's. saved: a
-    checkpoint in place of the newest. model: settings of `model` in place of the run's."""
-    cfg, saved = load.read_config(config_file(run)), saved or newest_of(run)
+    checkpoint in place of the newest. prompts: those to sample, which show how the pipeline is
+    called where the run's are gone. model: settings of `model` in place of the run's."""
+    cfg, saved = load.read_for_sampling(config_file(run)), saved or newest_of(run)
     check_given(cfg, Live(), call="flowrl.generate", needed=("policy",))
     if not saved.meta["iteration"]:
         raise ValueError(f"{run} has trained nothing yet: its checkpoint is of iteration 0")
     own = {**cfg.model.pipeline, **call}
     new = {"self_check": False, "pipeline": own, "hints": hints or cfg.model.hints, **model}
-    return load_tuned(cfg.model_copy(update={"model": cfg.model.model_copy(update=new)}), saved)
+    sections = {"model": cfg.model.model_copy(update=new)}
+    if not set(cfg.train.parts) <= set(heads.KINDS):
+        # the checkpoint has these weights, too, as they became
+        sections["train"] = cfg.train.model_copy(update={"init_lora": None})
+    try:
+        shown = data_prompts.load_prompts(cfg.data.train, cfg.data.columns)[:1]
+    except ValueError:
+        shown = [{"prompt": p} if isinstance(p, str) else p for p in prompts[:1]]
+    return load_tuned(cfg.model_copy(update=sections), saved, Live(prompts=shown))
 
 
 def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
@@ -308,5 +318,5 @@ def pipeline_of(folder: Path) -> dict[str, Any]:
     path = folder / "config.yaml"
     if not path.is_file():
         return {}
-    model = load.read_config(path).model
+    model = load.read_for_sampling(path).model
     return {**model.pipeline, **({"hints": model.hints} if model.hints else {})}

@@ -20,6 +20,7 @@ from flowrl.config.compose import (
     GROUPS,
     ConfigError,
     File,
+    Tree,
     compose,
     file_of,
     is_embedded,
@@ -128,6 +129,21 @@ def _plain(value: Any) -> Any:
 def read_config(path: str | Path) -> Config:
     """Read the resolved config.yaml of a run; nothing is composed below it."""
     return validated(read_yaml(Path(path)), [])
+
+
+def read_for_sampling(path: str | Path) -> Config:
+    """Read the config.yaml of a run whose own rewards and algorithm may be gone, as where the run
+    was moved: only training needs these, unless the algorithm brings small networks."""
+    try:
+        return read_config(path)
+    except ConfigError:
+        tree = read_yaml(Path(path))
+        kept: Tree = {name: tree[name] for name in ("seed", "model", "train") if name in tree}
+        usual: Tree = {"algorithm": {"name": "nft"}, "reward": {"jpeg": {}}}
+        usual["data"] = {"train": "everyday:train"}
+        if not set(flatten(kept).get("train.parts", ())) <= {"denoiser", "text_encoder"}:
+            raise
+        return validated(usual | kept, [])
 
 
 def dump(cfg: Config, encoding: str = "utf-8") -> str:

@@ -18,7 +18,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from flowrl.data.as_seen import ORIENTATION, as_seen, frame_as_seen, is_plain
@@ -330,26 +331,43 @@ def _guarded(path: Path, read: Callable[[Image.Image], T], content: bytes | None
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
-def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
+def save(media: Tensor, path: str | Path, *, fps: int = 16, about: str = "") -> Path:
     """Write one image (3, H, W) or one video (F, 3, H, W), float in [0, 1], or one array of any
     other shape, as it is.
 
     The suffix chooses the format; one that does not fit the media -> ValueError. .npy holds the
     numbers of any media in fp32. .mp4 needs the extra "video"; .gif does without. Folders are made.
+    about: a text that the file carries, except .npy.
     """
-    path = Path(path)
+    path, about = Path(path), about.encode("utf-8", "replace").decode()
     _check_suffix(path, tuple(media.shape))
+    noted = _noted(path.suffix.lower(), about) if about else {}
     if path.suffix.lower() == ARRAY:
         files.write(path, array_bytes(media))
     elif path.suffix.lower() == ".mp4":
-        _save_mp4(media, path, fps)
+        _save_mp4(media, path, fps, about)
     elif media.ndim == 4:
         first, *others = to_pil(media)
         moving = {"save_all": True, "append_images": others, "duration": 1000 / fps, "loop": 0}
-        files.write(path, encoded(first, path.suffix, **moving))
+        files.write(path, encoded(first, path.suffix, **moving, **noted))
     else:
-        files.write(path, encoded(to_pil(media)[0], path.suffix))
+        files.write(path, encoded(to_pil(media)[0], path.suffix, **noted))
     return path
+
+
+def _noted(suffix: str, about: str) -> dict[str, Any]:
+    """Options of Pillow that put a text where A1111 and its relatives read settings: "parameters"
+    of a PNG, EXIF's UserComment of a JPEG or WebP; the comment of a GIF."""
+    if suffix == ".png":
+        info = PngInfo()
+        info.add_text("parameters", about)
+        return {"pnginfo": info}
+    if suffix == ".gif":
+        return {"comment": about}
+    exif = Image.Exif()
+    own = exif.get_ifd(ExifTags.IFD.Exif)
+    own[ExifTags.Base.UserComment] = b"UNICODE\0" + about.encode("utf-16-be")
+    return {"exif": exif}
 
 
 def check_output(path: Path) -> None:
@@ -404,7 +422,7 @@ def _check_suffix(path: Path, shape: tuple[int, ...]) -> None:
         )
 
 
-def _save_mp4(media: Tensor, path: Path, fps: int) -> None:
+def _save_mp4(media: Tensor, path: Path, fps: int, about: str) -> None:
     av = _pyav(f"writing {path.name}", "save as .gif")
     height, width = media.shape[-2:]
     if width % 2 or height % 2:
@@ -412,6 +430,7 @@ def _save_mp4(media: Tensor, path: Path, fps: int) -> None:
             f"mp4 (yuv420p) needs even sides; the frames are {width}x{height}; save as .gif"
         )
     with files.replacing(path) as temporary, av.open(str(temporary), "w", "mp4") as container:
+        container.metadata["comment"] = about
         stream = container.add_stream("libx264", rate=Fraction(fps))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = {"crf": "18"}

@@ -108,9 +108,10 @@ def zero_order(made: Candidates, how: Search) -> None:
     score, rounds = walk(made, pivot[:, None], 0)[:, 0], 0
     while left:
         count, rounds = min(how.neighbours, left), rounds + 1
-        names = keys.key(request.seed, "neighbour", rounds, prompts[:, None], torch.arange(count))
-        own = noise_of(request.policy)(names.flatten()).unflatten(0, names.shape)
-        near = neighbours(pivot, own, how.radius)
+        own = request.seeds[:, None], "neighbour", rounds, request.places[:, None]
+        names = keys.key(*own, torch.arange(count))
+        drawn = noise_of(request.policy)(names.flatten()).unflatten(0, names.shape)
+        near = neighbours(pivot, drawn, how.radius)
         found, place = walk(made, near, rounds).max(1)
         better = expand(found > score, pivot).to(pivot.device)
         pivot = torch.where(better, near[prompts, place], pivot)
@@ -125,7 +126,7 @@ def neighbours(pivot: Tensor, own: Tensor, radius: float) -> Tensor:
 def walk(made: Candidates, noise: Tensor, number: int) -> Tensor:
     """Finish and score the noise of a round (P, n, *L) -> (P, n)."""
     whose = torch.arange(len(noise)).repeat_interleave(noise.shape[1])
-    names = keys.key(made.request.seed, "round", number, torch.arange(len(whose)))
+    names = keys.key("round", number, torch.arange(len(whose)))  # no noise on the way
     x = made.start(noise.flatten(0, 1), whose)
     return made.offer(made.grow(made.request.path, x, whose, names), whose).view(noise.shape[:2])
 
@@ -150,7 +151,8 @@ def tree(made: Candidates, how: Search) -> None:
     for number, path in enumerate(stages):
         score, states = best(score, states, how.keep)
         whose = torch.arange(prompts).repeat_interleave(how.keep)
-        names = keys.key(request.seed, "fork", number, torch.arange(len(whose)))
+        which = request.places[whose] * how.keep + torch.arange(how.keep).repeat(prompts)
+        names = keys.key(request.seeds[whose], "fork", number, which)
         path = keeping(path, sigmas[list(forks[number + 1 :])])
         grown = made.grow(path, states[:, :, 0].flatten(0, 1), whose, names)
         own = made.offer(grown, whose.repeat_interleave(how.children))

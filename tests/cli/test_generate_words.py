@@ -8,7 +8,7 @@ from flowrl.cli import generate
 from flowrl.config.build import lora_of
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
-from flowrl.rollouts.inference import generate as generation
+from flowrl.rollouts.inference import gallery
 
 
 class Loaded(Exception):
@@ -72,7 +72,7 @@ def test_a_suffix_that_does_not_suit_is_said_before_anything_is_sampled(
         raise Loaded
 
     small.load_once(monkeypatch)
-    monkeypatch.setattr(generation, "generate", sample)
+    monkeypatch.setattr(gallery, "generate", sample)
     result, text = said("shapes-sd3", "a red circle", "-o", tmp_path / name)
     assert isinstance(result.exception, Loaded)
     said_so = f" WARNING {name} does not suit what is made; it is saved as {saved}"

@@ -49,7 +49,7 @@ def print_evaluate():
 
 
 def print_generate():
-    generate._save([torch.zeros(3, 4, 4)], Path(NAME))
+    generate.show(NAME, wrap=True)
 
 
 def print_report():

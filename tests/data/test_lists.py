@@ -16,7 +16,7 @@ from flowrl.data import conditions, tables
 from flowrl.data.prompts import load_prompts, of_words
 from flowrl.data.samples import collect
 from flowrl.evaluation.suites import prompt_files
-from flowrl.rollouts.inference import generate as generation
+from flowrl.rollouts.inference import gallery
 from flowrl.runtime.text import items
 
 TEXTS = ["a red circle", 'a sign, "Hi"', "zwei blaue Würfel"]
@@ -266,10 +266,8 @@ def test_generate_takes_lists_beside_prompts(monkeypatch):
     write("edits.json", '[{"prompt": "a", "negative_prompt": "b"}]')
     asked = []
     monkeypatch.setattr(generate, "_load", lambda *of: None)
-    monkeypatch.setattr(generate, "_save", lambda *of: [Path("out.npy")])
-    monkeypatch.setattr(
-        generation, "generate", lambda policy, prompts, **how: asked.extend(prompts)
-    )
+    monkeypatch.setattr(generate, "_name", lambda *of: None)
+    monkeypatch.setattr(gallery, "fill", lambda policy, prompts, *_, **__: asked.extend(prompts))
     words = ["generate", "shapes-sd3", "p.tsv", "my list.txt", "a. b"]
     result = small.invoke(*words)
     assert result.exit_code == 2 and "data.columns.prompt=Prompt" in result.stderr

@@ -65,7 +65,8 @@ def length(sample):
 
 
 def made(judge, texts, how=None, model=None, **options):
-    own = {"steps": 3, "guidance": "none", "seed": 2, **options}
+    own = {"steps": 3, "guidance": "none", **options}
+    own |= {"seeds": torch.full((len(texts),), 2), "places": torch.arange(len(texts))}
     asked = SampleRequest(policy=model or policy(), texts=texts, **own)
     with torch.no_grad():
         return refined(asked, load_set(judge), how or Refine())

@@ -60,6 +60,7 @@ def first(media, prompts, context):
 
 def found(policy, how, texts=("0", "1", "2"), reward=first, **options):
     own = {"steps": STEPS, "guidance": "none", **options}
+    own |= {"seeds": torch.zeros(len(texts)).long(), "places": torch.arange(len(texts))}
     with torch.no_grad():
         return searched(
             SampleRequest(policy=policy, texts=list(texts), **own), load_set(reward), how

@@ -29,11 +29,12 @@ class SampleRequest:
 
     policy: Policy  # policy that samples
     texts: list[str]  # (P,) prompts
+    seeds: Tensor  # (P,) int64 seed of each one's noise
+    places: Tensor  # (P,) int64 number of each one in the list that it is of
     # (P,) arguments of the pipeline's call; None: there are none
     conditions: list[Conditions] | None = None
     # (P,) values that rewards read beside the text; None: none
     meta: Sequence[dict[str, Any]] | None = None
-    seed: int = 0  # seed of the noise
     steps: int = 28  # ODE steps
     guidance: float | str = "pipeline"  # scale of guidance, "none" or "pipeline"
     rlg: float = 1.0  # weight of Reinforcement Learning Guidance
@@ -59,7 +60,7 @@ class SampleRequest:
     def names(self, whose: Tensor, which: Tensor) -> Tensor:
         """Keys (n,) of the noise of candidates `which` (n,) of prompts `whose` (n,); candidate 0 is
         the sample that is made without a search."""
-        return keys.key(self.seed, "generate", whose, which)
+        return keys.key(self.seeds[whose], "generate", self.places[whose], which)
 
     def pictures(self, whose: Sequence[int], texts: Sequence[str]) -> Tensor:
         """Sample texts in the place of those of prompts `whose` -> media (n, *D), each from the

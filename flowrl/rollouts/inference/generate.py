@@ -28,7 +28,8 @@ def generate(
     *,
     steps: int = 28,
     guidance: float | str = "pipeline",
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
+    places: Sequence[int] | None = None,
     rlg: float = 1.0,
     best_of: int = 1,
     search: Search | None = None,
@@ -45,8 +46,9 @@ def generate(
 
     policy: a Policy, or what load_policy takes: a live pipeline, a folder, a name. prompts: texts,
     or records {"prompt": text, **meta}, which bring meta and conditions of their own. guidance:
-    "pipeline" as the pipeline does it, "none", or a scale. seed: prompt p, candidate c has the
-    noise of (seed, p, c). rlg: weight of Reinforcement Learning Guidance
+    "pipeline" as the pipeline does it, "none", or a scale. seed: of all prompts, or one for each;
+    prompt p, candidate c has the noise of (seed, p, c). places: those p, where the prompts are some
+    of a longer list. rlg: weight of Reinforcement Learning Guidance
     (flowrl/rollouts/velocity.py). conditions: of each prompt, its own arguments of the pipeline's
     call (a picture to edit, a mask). One of three ways to make a sample better by a reward (a name,
     a function or a dict as in `flowrl.score`). best_of: candidates a prompt, of which the best is
@@ -64,7 +66,8 @@ def generate(
         texts=texts,
         conditions=_own_conditions(policy, texts, rows, conditions),
         meta=meta or rows or None,
-        seed=seed,
+        seeds=torch.as_tensor(seed).expand(len(texts)),
+        places=torch.arange(len(texts)) if places is None else torch.as_tensor(places),
         steps=steps,
         guidance=guidance,
         rlg=rlg,
