@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 
 from flowrl.runtime import registry
-from flowrl.samplers import cps, dance_sde, ddim, flow_sde, learned
+from flowrl.samplers import cps, dance_precise, dance_sde, ddim, flow_sde, learned, precise
 from flowrl.types import Plan, Transition
 
 SDES: dict[str, ModuleType] = {
     "flow_sde": flow_sde,
     "dance_sde": dance_sde,
+    "precise": precise,
+    "dance_precise": dance_precise,
     "cps": cps,
     "ddim": ddim,
     "learned": learned,

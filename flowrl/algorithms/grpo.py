@@ -11,16 +11,39 @@ page in docs/algorithms, which says how it differs from its paper and code.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, transitions
-from flowrl.algorithms.common.step_weight import step_weight
-from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig
+from flowrl.algorithms.common.step_weight import pulls, step_weight
+from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig, is_learned
+from flowrl.runtime.rule import Rule, read_with
 from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
+
+
+class Trust(base.Options):
+    """Flow-DPPO's trust region (arXiv:2606.11025)."""
+
+    threshold: PositiveFloat | None = Field(
+        None,
+        description=(
+            "A step whose policy has diverged this far from the one that sampled is left out where"
+            " its gradient would move it further (Flow-DPPO); none: the ratio is clipped."
+        ),
+    )
+    divergence: Annotated[
+        Literal["scaled", "raw", "velocity"], read_with("algorithm.trust.threshold")
+    ] = Field(
+        "scaled",
+        description=(
+            "What the threshold bounds, a mean over latent dims: the KL of the two steps,"
+            " ((mean - old mean) / std)^2 / 2 (scaled); that without the std (raw); or"
+            " (v - old v)^2 (velocity)."
+        ),
+    )
 
 
 class GRPOConfig(TransitionConfig):
@@ -43,11 +66,23 @@ class GRPOConfig(TransitionConfig):
         gt=1,
         description="Largest ratio that counts where advantages are negative (dual-clip PPO).",
     )
-    step_weight: Literal["none", "noise", "inverse_step"] = Field(
+    trust: Trust = Field(Trust(), description="A trust region by divergence, in place of the clip.")
+    step_weight: Literal["none", "noise", "inverse_step", "jacobian", "inverse_lambda"] = Field(
         "none",
         description=(
-            "Weight of a step: its std over the mean of all (TempFlow-GRPO), or 1 over its length"
-            " (GRPO-Guard)."
+            "Weight of a step: its std over the mean of all (noise, TempFlow-GRPO); 1 over its"
+            " length (inverse_step, GRPO-Guard), over the size of d mean / d v (jacobian, Precise),"
+            " or over that in units of its std (inverse_lambda, Flash-GRPO)."
+        ),
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        *TransitionConfig.rules,
+        Rule(
+            ("algorithm.clip", "algorithm.trust.threshold"),
+            "{1} takes its place",
+            when=lambda _, threshold: threshold is not None,
+            kind="unread",
         ),
     )
 
@@ -65,6 +100,27 @@ class GRPOConfig(TransitionConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def check_trust(self) -> GRPOConfig:
+        if (bound := self.trust.threshold) is None:
+            return self
+        other = f"dual_clip={self.dual_clip}" if self.dual_clip else f"ratio={self.ratio}"
+        if self.dual_clip or self.ratio != "ppo":
+            raise ValueError(
+                f"algorithm.{other} and algorithm.trust.threshold={bound} are two trust regions;"
+                " leave one of them out"
+            )
+        if self.tree.correlation is not None or is_learned(self.sde) or self.sde == "cps":
+            kind = f"sde={self.sde}"
+            if self.tree.correlation is not None:
+                kind = f"tree.correlation={self.tree.correlation}"
+            raise ValueError(
+                f"algorithm.trust.threshold={bound} reads each step's own noise and Gaussian"
+                f" density, and algorithm.{kind} has none; use sde=flow_sde, dance_sde, precise or"
+                " ddim without tree.correlation"
+            )
+        return self
+
 
 class GRPO(transitions.TransitionMethod):
     Config = GRPOConfig
@@ -73,7 +129,7 @@ class GRPO(transitions.TransitionMethod):
     def __init__(self, config: GRPOConfig):
         super().__init__(config)
         self.couples = "sample" if config.ratio == "sequence" else "row"
-        self.clip_size = min(config.clip)
+        self.clip_size = config.trust.threshold or min(config.clip)
 
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
@@ -85,6 +141,8 @@ class GRPO(transitions.TransitionMethod):
         # the old policy's own value is 0, but for rounding in low precision
         if self.config.ratio == "guard":
             data["normed"] = torch.zeros_like(rows.log_prob)
+        if self.config.trust.threshold:
+            data["moved"] = torch.zeros_like(rows.log_prob)
         if self.couples == "sample":
             data["unit"] = rows.sample
         return Columns(data)
@@ -92,22 +150,33 @@ class GRPO(transitions.TransitionMethod):
     def more_scores(
         self, rollout: Rollout, batch: Columns, step: Transition, y: Tensor
     ) -> dict[str, Tensor]:
-        """GRPO-Guard's log-ratio: normed (n,) = mean(noise * (mean - old mean)) over latent dims.
+        """What a step's own noise tells about the way of its mean, d = mean - old mean, since the
+        old mean is the stored state y minus the noise that made it, (n,) each.
 
-        That is std * (log p - log p_old + |d|^2 / 2D) with d = (mean - old mean) / std. The old
-        mean is the stored state minus the noise that made it.
+        With ratio=guard GRPO-Guard's log-ratio, normed = mean(noise * d) over latent dims, which is
+        std * (log p - log p_old + mean((d / std)^2) / 2). With trust the divergence, moved.
         """
-        if self.config.ratio != "guard":
+        c = self.config
+        if c.ratio != "guard" and c.trust.threshold is None:
             return {}
         noise = transitions.own_noise(batch, y)
-        return {"normed": (noise * (step.mean - y + step.std * noise)).flatten(1).mean(1)}
+        way = step.mean - y + step.std * noise  # (n, *L) fp32
+        if c.ratio == "guard":
+            return {"normed": (noise * way).flatten(1).mean(1)}
+        if c.trust.divergence == "scaled":
+            way = way / step.std
+        square = way.square().flatten(1).mean(1)
+        if c.trust.divergence == "velocity":  # the mean moves by Q where v moves by 1
+            return {"moved": square / pulls(rollout, batch).square()}
+        return {"moved": square / 2}
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         """Sum over rows of weight * (max(-A ratio, -A clipped ratio) + kl_weight * KL).
 
         A row is a denoising step, n of them. scores, (n,) each: log_prob of the stored step under
-        the policy; normed with ratio=guard; kl with a weight. batch, (n,) each: log_prob under the
-        policy that sampled; adv; weight; unit, the sample of a row, with ratio=sequence.
+        the policy; normed with ratio=guard; moved with a trust region; kl with a weight. batch,
+        (n,) each: log_prob under the policy that sampled, and its normed or moved, 0 but for
+        rounding; adv; weight; unit, the sample of a row, with ratio=sequence.
         """
         c, (low, high) = self.config, self.config.clip
 
@@ -119,12 +188,16 @@ class GRPO(transitions.TransitionMethod):
             log_ratio = base.mean_of_unit(log_ratio, batch.host("unit"))
 
         # Clip: beyond its range no gradient pushes the ratio further.
-        if c.ratio == "log":
-            ratio, clipped = log_ratio, log_ratio.clamp(-low, high)
+        trust: dict[str, Tensor] = {}
+        if c.trust.threshold is not None:
+            term, stopped, trust = self.trusted(log_ratio, scores["moved"] - batch.moved, batch.adv)
+        elif c.ratio == "log":
+            clipped = log_ratio.clamp(-low, high)
+            term, stopped = base.clipped_surrogate(log_ratio, clipped, batch.adv)
         else:
             ratio = log_ratio.exp()  # (n,)
             clipped = ratio.clamp(1 - low, 1 + high)
-        term, stopped = base.clipped_surrogate(ratio, clipped, batch.adv)  # (n,), (n,) 0 or 1
+            term, stopped = base.clipped_surrogate(ratio, clipped, batch.adv)  # (n,), (n,) 0 or 1
         if c.dual_clip is not None:  # a step that became likely must not be punished without end
             bound = -batch.adv * (math.log(c.dual_clip) if c.ratio == "log" else c.dual_clip)
             past = (batch.adv < 0) & (term > bound)
@@ -138,10 +211,30 @@ class GRPO(transitions.TransitionMethod):
             "policy/clip_fraction": stopped,
             "policy/log_ratio": log_ratio.abs(),
             "policy/approx_kl": step_log_ratio.square() / 2,
+            **trust,
         }
         if c.kl_weight:
             term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
+
+    def trusted(
+        self, log_ratio: Tensor, moved: Tensor, adv: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Flow-DPPO's terms (n,), eq. 14 with the mean over dims: -A ratio, but 0 for a step that
+        moved (n,) at least the threshold and would move further; 1 for these; and metrics."""
+        ratio = log_ratio.detach().exp()
+        outside = moved.detach() >= self.config.trust.threshold
+        out = outside & torch.where(adv > 0, ratio > 1, (ratio < 1) & (adv < 0))
+        # chosen, not multiplied: 0 times an infinite ratio would be NaN, in its gradient too
+        term = torch.where(out, 0.0, -adv * torch.where(out, 0.0, log_ratio).exp())
+        share = {
+            "outside": outside,
+            "dropped_good": out & (adv > 0),
+            "dropped_bad": out & (adv < 0),
+        }
+        metrics = {f"trust/{name}": rows.float() for name, rows in share.items()}
+        metrics |= {"trust/divergence": moved, "trust/ratio": ratio, "trust/square": ratio.square()}
+        return term, out.float(), metrics
 
 
 ALGORITHM = GRPO
