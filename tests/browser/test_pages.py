@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import browser
@@ -19,7 +20,7 @@ from flowrl.report.live_page import LivePage, listen
 
 pytestmark = pytest.mark.browser
 
-PAGES = ("report", "videos", "comparison", "live")
+PAGES = ("report", "videos", "comparison", "live", "several")
 SEEN = "return [...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility())"
 
 
@@ -57,11 +58,14 @@ def addresses(finished):
         "videos": run_page.build(with_videos(filmed)),
         "comparison": comparison_page.build(compared, finished.parent / "comparison.html"),
     }
-    with listen(LivePage([finished]), 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        live = f"http://127.0.0.1:{server.server_port}/"
-        yield {name: file.as_uri() for name, file in files.items()} | {"live": live}
-        server.shutdown()
+    found = {name: file.as_uri() for name, file in files.items()}
+    with ExitStack() as stack:
+        for name, runs in (("live", [finished]), ("several", [finished, *seeds])):
+            server = stack.enter_context(listen(LivePage(runs), 0))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            found[name] = f"http://127.0.0.1:{server.server_port}/"
+        yield found
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -74,7 +78,7 @@ def test_pages_are_whole_and_legible_everywhere_and_ask_for_nothing_else(driver,
             browser.look(driver, width, theme)
             assert not browser.faults(driver), (width, theme)
     messages, asked = browser.heard(driver)
-    own = {addresses[page], *[addresses["live"] + "state"] * (page == "live")}
+    own = {addresses[page], addresses[page] + "state"}
     assert not messages and {url for url in asked if not url.startswith("data:")} <= own
 
 
