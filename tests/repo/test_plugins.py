@@ -68,7 +68,7 @@ def test_the_page_holds_the_files_that_it_talks_about():
         "package/pyproject.toml",
         "package/flowrl_mine.py",
     ]
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
 
 
 def test_the_script_with_objects_runs_goes_on_and_is_evaluated(folder, monkeypatch):
