@@ -106,13 +106,15 @@ def policies_loaded_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def metrics_are_described():
-    """No run of a test writes a metric that is missing in the table of metrics."""
+    """No run of a test writes a metric that is missing in the table of metrics, but for that of a
+    method outside the package."""
+    own = "policy/log_prob"  # docs/extending.md
     with pytest.MonkeyPatch.context() as patch:
         if outputs := sys.modules.get("flowrl.training.outputs"):
             from flowrl.report import described
 
             def add_described(run, iteration, metrics, add=outputs.add_metrics):
-                missing = [name for name in metrics if not described.sentence(name)]
+                missing = [name for name in metrics if not described.sentence(name) and name != own]
                 assert not missing, f"flowrl/report/templates/metrics.yaml lacks {missing}"
                 add(run, iteration, metrics)
 
