@@ -11,10 +11,13 @@ from flowrl.runtime import registry
 from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at
 
 PACKAGE = "flowrl.rewards"
+WEIGHT = ("weight", "gain", "scale", "coef", "coefficient")  # words for a weight in other trainers
 
 
 def settings_class(name: str) -> type[Settings]:
     """The schema of a reward's settings; raises ValueError as `reward_class` does."""
+    if name in WEIGHT:
+        raise ValueError(f'"{name}" is no reward; the weight of one is reward.clip.weight=2')
     found = registry.declared(PACKAGE, name, "REWARD", "Settings", what="reward")
     if found is None:
         from flowrl.rewards.core.reward import reward_class  # imported here: it imports torch

@@ -321,6 +321,7 @@ def test_changed_keys_are_named():
         ("reward=shape", 'unknown reward "shape"; did you mean "shapes"'),
         ("experiment=quikstart", 'unknown experiment "quikstart"; did you mean "quickstart"'),
         ("reward.jpg=1", 'unknown reward "jpg"; did you mean "jpeg"'),
+        ("reward.gain=2", '"gain" is no reward; the weight of one is reward.clip.weight=2'),
         ("reward.shapes=high", "reward.shapes='high' should be its weight, a finite number"),
         ("optimizer.lr=fast", "optimizer.lr='fast' should be a number"),
         (
