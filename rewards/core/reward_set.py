@@ -179,7 +179,7 @@ def load_set(spec: Spec | RewardSet) -> RewardSet:
     entries = {label: _options(entry) for label, entry in spec.items()}
     rules = parse_rules(entries)
     return RewardSet(
-        rewards={label: _load_entry(label, entry) for label, entry in entries.items()},
+        rewards=_load_all(entries),
         weights={label: rule.weight.at(None) for label, rule in rules.items()},
         rules={label: rule for label, rule in rules.items() if not rule.plain},
     )
@@ -223,6 +223,20 @@ def _label(entry: Any) -> str:
     cls = entry if isinstance(entry, type) else type(entry)
     own = entry.name if issubclass(cls, Reward) else ""
     return own or label_of(live_name(entry))
+
+
+def _load_all(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Reward]:
+    """Load the reward of each entry; the ValueError has the sentences of all that fail, such as
+    missing downloads."""
+    found, wrong = {}, list[str]()
+    for label, entry in entries.items():
+        try:
+            found[label] = _load_entry(label, entry)
+        except ValueError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ValueError("\n".join(dict.fromkeys(wrong)))
+    return found
 
 
 def _load_entry(label: str, entry: Mapping[str, Any]) -> Reward:

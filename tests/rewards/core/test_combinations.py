@@ -366,3 +366,12 @@ def test_a_run_shows_whole_groups_where_one_reward_is_stratified(tmp_path):
     again = counted(run.source.rewards, it.rewards.raw, it.rollout.group)
     assert torch.equal(again["jpeg"], it.rewards.counted["jpeg"])
     assert it.rewards.counted["jpeg"].max() > 0
+
+
+def test_all_rewards_that_cannot_be_loaded_are_named_at_once(monkeypatch):
+    """For example on a machine without the hub, where each lacks its weights."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError) as error:
+        load_set({"pickscore": 1, "jpeg": 1, "hpsv2": 0.5})
+    first, second = str(error.value).splitlines()
+    assert "PickScore" in first and "HPSv2" in second
