@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -53,20 +52,11 @@ def render(order: Order, kinds: Mapping[str, str], files: Sequence[str]) -> str:
 
 
 def _curve(seen: charts.Points) -> list[tuple[str, str, str]]:
-    """Average a curve over tenths of the run -> (iterations, mean, bar). Bars lie between the
+    """Average a curve over tenths of the run -> (middle iteration, mean, bar). Bars lie between the
     lowest mean and the highest."""
-    size = -(-len(seen) // 10) or 1
-    parts = [seen[i : i + size] for i in range(0, len(seen), size)]
-    means = [fmean(y for _, y in part) for part in parts]
-    low, span = min(means, default=0), max(means, default=0) - min(means, default=0)
-    return [
-        (
-            f"{part[0][0]}" + f" to {part[-1][0]}" * (len(part) > 1),
-            f"{mean:.4g}",
-            "█" * round(1 + 19 * (mean - low) / (span or 1)),
-        )
-        for part, mean in zip(parts, means, strict=True)
-    ]
+    means = charts.thin(seen, 10)
+    place = charts.Scale(min(y for _, y in means), max(y for _, y in means)) if means else None
+    return [(f"{x:g}", f"{y:.4g}", "█" * round(1 + 19 * place(y))) for x, y in means if place]
 
 
 def _name(source: Any) -> str:

@@ -28,15 +28,12 @@ DOTTED = 30  # most points with a dot each; longer curves are noisy and get an a
 class Scale:
     """A straight axis."""
 
-    low: float  # number that lies at `start`
-    high: float  # number that lies at `end`
-    start: float = 0  # percent of the drawing's side at which the axis starts
-    end: float = 100  # percent of the drawing's side at which the axis ends
+    low: float  # number that lies at 0
+    high: float  # number that lies at 1
 
     def __call__(self, value: float) -> float:
-        """The place of a number, in percent; the middle where all numbers are equal."""
-        along = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return self.start + along * (self.end - self.start)
+        """The place of a number; the middle where all numbers are equal."""
+        return (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,32 +68,37 @@ def gallery(charts: Mapping[str, Sequence[Curve]], *, xlabel: str = "iteration")
     return render("gallery.html", varied=varied, constant=constant)
 
 
-def line_chart(title: str, points: Points, *, xlabel: str = "iteration", colour: int = 0) -> Markup:
-    """Draw one curve with axes; points show their value on hover. "" without a finite value."""
-    return common_chart(title, measured(title, points, xlabel=xlabel, colour=colour), xlabel=xlabel)
-
-
-def common_chart(title: str, curves: Sequence[Curve], *, xlabel: str = "iteration") -> Markup:
-    """Draw curves on common axes, without a legend; bands end where the axis does. "" without a
-    curve."""
+def common_chart(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    xlabel: str = "iteration",
+    x_ticks: Sequence[tuple[float, str]] = (),
+    y_ticks: Sequence[tuple[float, str]] = (),
+    **more: Any,
+) -> Markup:
+    """Draw curves on common axes; bands end where the axis does. "" without a curve. x_ticks,
+    y_ticks: (place, text); (): round numbers. more: see templates/curves.html."""
     if not curves:
         return Markup()
-    ys = _ticks_around([y for curve in curves for _, y in curve.points])
     along = [x for curve in curves for x, _ in curve.points]
     first, last = min(along), max(along)
     xs = [t for t in ticks(first, last) if first <= t <= last] if last > first else [first]
-    bands = [[(x, min(max(y, ys[0]), ys[-1])) for x, y in curve.band] for curve in curves]
+    ys = _ticks_around([y for curve in curves for _, y in curve.points])
+    y_ticks = y_ticks or [(t, tick_text(t, ys)) for t in ys]
+    low, high = y_ticks[0][0], y_ticks[-1][0]
+    # a wide band would flatten the curves, if the axis followed it
+    bands = [[(x, min(max(y, low), high)) for x, y in curve.band] for curve in curves]
     return render(
         "curves.html",
         title=title,
-        says=sentence(title.partition(EQUAL)[0]),
         x=Scale(first, last),
-        y=Scale(ys[0], ys[-1], 100, 0),
-        x_ticks=[(t, tick_text(t, xs)) for t in xs],
-        y_ticks=[(t, tick_text(t, ys)) for t in ys],
+        y=Scale(low, high),
+        x_ticks=x_ticks or [(t, tick_text(t, xs)) for t in xs],
+        y_ticks=y_ticks,
         xlabel=xlabel,
         curves=[replace(curve, band=band) for curve, band in zip(curves, bands, strict=True)],
-        legend=False,
+        **{"says": sentence(title.partition(EQUAL)[0]), "legend": False, "marks": ()} | more,
     )
 
 
@@ -128,26 +130,19 @@ def against_chart(
     found = [measured(name, own, colour=i) for i, (name, own) in enumerate(curves.items())]
     if not all(found):
         return Markup()
-    xs = [x for (curve,) in found for x, _ in curve.points]
-    first, last = min(xs), max(xs)
-    drawn, ends = [], [(0.0, "lowest"), (1.0, "highest")]
+    drawn = []
     for (curve,) in found:
         low, high = min(y for _, y in curve.points), max(y for _, y in curve.points)
-        own, name = Scale(low, high, 0, 1), f"{curve.name} {number(low)} to {number(high)}"
+        own, name = Scale(low, high), f"{curve.name} {number(low)} to {number(high)}"
         scaled = [(x, own(y)) for x, y in curve.points]
         average = [(x, own(y)) for x, y in curve.average]
         drawn.append(replace(curve, name=name, points=scaled, average=average))
-    return render(
-        "curves.html",
-        title=title,
+    return common_chart(
+        title,
+        drawn,
         says="Each curve from its own lowest to its own highest value. Where the trained reward"
         " rises and the other one falls, the trained reward is being exploited.",
-        x=Scale(first, last),
-        y=Scale(0, 1, 100, 0),
-        x_ticks=[(t, f"{t:g}") for t in ticks(first, last) if first <= t <= last],
-        y_ticks=ends,
-        xlabel="iteration",
-        curves=drawn,
+        y_ticks=[(0, "lowest"), (1, "highest")],
         legend=True,
         marks=marks,
     )
@@ -156,22 +151,10 @@ def against_chart(
 def best_of_chart(title: str, curves: Mapping[str, Sequence[float | None]]) -> Markup:
     """Draw curves over N = 1, 2, ... on a logarithmic axis, without those that lack a value."""
     drawn = {name: own for name, own in curves.items() if None not in own}
-    if not drawn:
-        return Markup()
-    longest = max(map(len, drawn.values()))
-    ys = ticks(min(map(min, drawn.values())), max(map(max, drawn.values())))
-    return render(
-        "curves.html",
-        title=title,
-        says="",
-        x=Scale(0, math.log(longest)),
-        y=Scale(ys[0], ys[-1], 100, 0),
-        x_ticks=[(math.log(2**k), 2**k) for k in range(longest.bit_length())],
-        y_ticks=[(t, f"{t:.4g}") for t in ys],
-        xlabel="N",
-        curves=[_best_of(name, own, i) for i, (name, own) in enumerate(drawn.items())],
-        legend=True,
-    )
+    longest = max(map(len, drawn.values()), default=0)
+    found = [_best_of(name, own, i) for i, (name, own) in enumerate(drawn.items())]
+    x_ticks = [(math.log(2**k), str(2**k)) for k in range(longest.bit_length())]
+    return common_chart(title, found, xlabel="N", x_ticks=x_ticks, legend=True)
 
 
 def _best_of(name: str, values: Sequence[float], colour: int) -> Curve:

@@ -21,24 +21,17 @@ def evaluation_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(evaluation.get("rows", []), key=place)
 
 
-def metric_names(evaluation: dict[str, Any]) -> list[str]:
-    """Metrics of any row. The headline comes first: one that is called strict, else the first
-    with a paired difference."""
-    paired = evaluation.get("paired", {})
-    rows = evaluation_rows(evaluation)
-    names = dict.fromkeys(name for row in rows for name in row.get("metrics", {}))
-    return sorted(names, key=lambda name: (name not in paired, not name.endswith("strict")))
-
-
 def distinct_metrics(evaluation: dict[str, Any]) -> dict[str, str]:
-    """Metric -> its title, without metrics that show the numbers of an earlier one in every row (a
-    total of one reward): the title of the earlier one names them."""
-    rows = evaluation_rows(evaluation)
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name in metric_names(evaluation):
+    """Metric -> its title, for metrics of any row. The headline comes first: one that is called
+    strict, else the first with a paired difference. A metric that shows the numbers of an earlier
+    one in every row (a total of one reward) is named in the title of the earlier one."""
+    rows, paired = evaluation_rows(evaluation), evaluation.get("paired", {})
+    names = dict.fromkeys(name for row in rows for name in row.get("metrics", {}))
+    equal: dict[tuple[str, ...], list[str]] = {}
+    for name in sorted(names, key=lambda name: (name not in paired, not name.endswith("strict"))):
         shown = tuple(interval_text(row.get("metrics", {}).get(name)) for row in rows)
-        names.setdefault(shown, []).append(name)
-    return {own[0]: EQUAL.join(own) for own in names.values()}
+        equal.setdefault(shown, []).append(name)
+    return {own[0]: EQUAL.join(own) for own in equal.values()}
 
 
 def before_and_after(evaluation: dict[str, Any], metric: str) -> list[str]:

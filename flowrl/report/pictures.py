@@ -9,10 +9,13 @@ import io
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -38,14 +41,14 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One prompt and one noise, before and after training."""
+    """One prompt and one noise, before and after training; each list has one entry a side."""
 
     prompt: str  # text of the prompt; "" where older versions did not keep it
     kind: str  # "fixed", "broken" or "same", by the verdicts; "" without verdicts
     said: str  # what the verdicts say, in words
-    pictures: list[str]  # data URIs of the two sides
-    videos: list[str]  # data URIs of the two sides as videos; [] where there are none
-    originals: list[str]  # files of the two videos, as paths in the run folder; [] for pictures
+    pictures: list[str]  # data URIs
+    videos: list[str]  # data URIs of videos; [] where there are none
+    originals: list[str]  # files of the videos, as paths in the run folder; [] for pictures
     tiny: bool  # whether pixels are enlarged as they are
 
 
@@ -53,9 +56,9 @@ class Pair:
 class Shown:
     """What a page shows of samples/."""
 
-    pairs: list[Pair]  # pairs of before and after; [] where a side is missing
+    sides: list[str]  # sides that were kept, of "before" and "after"
+    pairs: list[Pair]  # pairs of these sides; [] where nothing here draws them
     judge: str  # name of the value whose verdicts make the kinds of pairs; "" without
-    sheets: dict[str, str]  # name of a file -> data URI, where there are no pairs
     course: dict[int, str]  # iteration -> data URI of its samples, for each tenth of the run
 
 
@@ -68,22 +71,16 @@ def of_run(samples: Path) -> Shown:
 @lru_cache(maxsize=4)
 def _of_files(samples: Path, files: tuple[tuple[str, int], ...]) -> Shown:
     """files: names and times, which tell old content from new."""
-    before, after = (arrays(samples / f"{stem}.npz") for stem in ("before", "after"))
-    sides, course = _drawn(before, after), _course(samples)
-    judged = [key for key in after if len(before.get(key, ())) * 2 == len(sides)]
-    judge = next((key for key in judged if key.startswith("verdicts.")), "")
-    pairs = _pairs(samples, sides, before, after, judge)
-    sheets = {
-        name: _opened(samples / f"{name}.png") for name in ("before_after", "before", "after")
-    }
-    whole = {name: sheet for name, sheet in sheets.items() if sheet and not pairs}
-    if "before_after" in whole:
-        whole = {"before_after": whole["before_after"]}
+    both = [(stem, arrays(samples / f"{stem}.npz")) for stem in ("before", "after")]
+    kept = {stem: own for stem, own in both if own}
+    judged = [name for name in kept.get("after", ()) if name in kept.get("before", ())]
+    judge = next((name for name in judged if name.startswith("verdicts.")), "")
+    course = _course(samples)
     return Shown(
-        pairs=pairs,
+        sides=[*kept],
+        pairs=_pairs(samples, kept, judge),
         judge=judge.removeprefix("verdicts."),
-        sheets=dict(zip(whole, _small(whole.values(), PAIRS, SHEETS), strict=True)),
-        course=dict(zip(course, _small(course.values(), SAMPLES, SHEETS), strict=True)),
+        course=dict(zip(course, _fitted(_webp, course.values(), SHEETS, SAMPLES), strict=True)),
     )
 
 
@@ -96,40 +93,40 @@ def arrays(path: Path) -> dict[str, np.ndarray]:
         return {}
 
 
-def _pairs(
-    samples: Path, sides: list[Image.Image], before: Arrays, after: Arrays, judge: str
-) -> list[Pair]:
-    places = [(i, stem) for i in range(len(sides) // 2) for stem in ("before", "after")]
-    found = [next(samples.glob(f"{stem}/{i:02d}.*"), None) for i, stem in places]
-    videos = _clips(found, PAIRS * 3 // 4)
-    pictures = _small(sides, PAIRS // 4 if any(videos) else PAIRS, SINGLES)
+def _pairs(samples: Path, kept: Mapping[str, Arrays], judge: str) -> list[Pair]:
+    media, size = _drawn([*kept.values()]), len(kept) or 1
+    places = [(stem, i) for i in range(len(media) // size) for stem in kept]
+    found = [next(samples.glob(f"{stem}/{i:02d}.*"), None) for stem, i in places]
+    videos = _fitted(_clip, found, CLIPS, PAIRS * 3 // 4, kind="video/mp4")
+    pictures = _fitted(_webp, media, SINGLES, PAIRS // 4 if any(videos) else PAIRS)
     out = []
-    for i in range(len(sides) // 2):
-        own = slice(2 * i, 2 * i + 2)
-        marks = (int(before[judge][i]), int(after[judge][i])) if judge else None
+    for _, i in places[::size]:
+        own = slice(size * i, size * i + size)
+        prompts = [*kept.values()][-1].get("prompts", ())
+        marks = tuple(int(side[judge][i]) for side in kept.values()) if judge else None
         kind, said = KINDS.get(marks, ("same", "not judged")) if marks else ("", "")
         out.append(
             Pair(
-                prompt=str(after["prompts"][i]) if "prompts" in after else "",
+                prompt=str(prompts[i]) if len(prompts) else "",
                 kind=kind,
                 said=said,
                 pictures=pictures[own],
                 videos=videos[own] if all(videos[own]) else [],
                 originals=[f"samples/{p.parent.name}/{p.name}" for p in found[own] if p],
-                tiny=max(sides[2 * i].size) <= TINY,
+                tiny=max(media[0].size) <= TINY,
             )
         )
     # what training broke comes first
     return sorted(out, key=lambda pair: ("broken", "fixed", "same", "").index(pair.kind))
 
 
-def _drawn(before: Arrays, after: Arrays) -> list[Image.Image]:
-    """Draw both sides of each pair, one after the other; [] where they do not fit together, or
+def _drawn(kept: Sequence[Arrays]) -> list[Image.Image]:
+    """Draw all sides of each pair, one after the other; [] where they do not fit together, or
     nothing here draws their shape."""
-    key = next((key for key in ("images", "media") if key in before and key in after), "")
-    if not key or before[key].shape != after[key].shape or before[key].dtype != after[key].dtype:
+    key = next((key for key in ("images", "media") if all(key in own for own in kept)), "")
+    if not kept or len({(own[key].shape, own[key].dtype) if key else "" for own in kept}) != 1:
         return []
-    both = np.stack([before[key], after[key]], 1).reshape(-1, *after[key].shape[1:])
+    both = np.stack([own[key] for own in kept], 1).reshape(-1, *kept[0][key].shape[1:])
     if key == "images" and (both.ndim != 4 or both.shape[1] != 3 or both.dtype != np.uint8):
         return []
     if key == "images":
@@ -165,21 +162,29 @@ def _opened(path: Path) -> Image.Image | None:
 # encoding
 
 
-def _small(
-    pictures: Iterable[Image.Image], most: int, steps: Sequence[tuple[int, int]]
+def _fitted(
+    encode: Callable[[Any, int, int], bytes],
+    items: Iterable[Any],
+    steps: Sequence[tuple[int, int]],
+    most: int,
+    kind: str = "image/webp",
 ) -> list[str]:
-    """Encode pictures as data URIs by the first of `steps` that makes at most `most` bytes of them
-    all, else by the last one."""
-    pictures, encoded = [*pictures], list[bytes]()
+    """Encode items as data URIs by the first of `steps` that makes at most `most` bytes of them
+    all, else by the last one; "" for those that are damaged, or do not fit even so."""
+    items, encoded = [*items], list[bytes]()
     for step in steps:
         encoded, left = [], most
-        for picture in pictures:
+        for item in items:
             if left >= 0 or step == steps[-1]:
-                encoded.append(_webp(picture, *step))
+                encoded.append(encode(item, *step))
                 left -= len(encoded[-1])
         if left >= 0:
             break
-    return [_uri("image/webp", data) for data in encoded]
+    sums = accumulate(map(len, encoded))
+    return [
+        f"data:{kind};base64,{base64.b64encode(data).decode()}" if data and total <= most else ""
+        for data, total in zip(encoded, sums, strict=True)
+    ]
 
 
 def _webp(picture: Image.Image, side: int, quality: int) -> bytes:
@@ -189,27 +194,12 @@ def _webp(picture: Image.Image, side: int, quality: int) -> bytes:
     return buffer.getvalue()
 
 
-def _clips(files: Sequence[Path | None], most: int) -> list[str]:
-    """Encode videos as data URIs of at most `most` bytes together; "" for one that is missing or
-    damaged, or does not fit."""
-    clips = [b"" for _ in files]
-    for side, crf in CLIPS * any(files):
-        clips = [_clip(file, side, crf) if file else b"" for file in files]
-        if sum(map(len, clips)) <= most:
-            break
-    out = []
-    for data in clips:
-        most -= len(data)
-        out.append(_uri("video/mp4", data) if data and most >= 0 else "")
-    return out
-
-
-def _clip(path: Path, side: int, crf: int) -> bytes:
+def _clip(path: Path | None, side: int, crf: int) -> bytes:
     """Encode a video again, with a smaller side; b"" where it is damaged, or PyAV is missing."""
-    try:
-        import av
-    except ImportError:
+    if path is None or find_spec("av") is None:
         return b""
+    import av
+
     buffer = io.BytesIO()
     try:
         with av.open(str(path)) as source, av.open(buffer, "w", "mp4") as out:
@@ -225,7 +215,3 @@ def _clip(path: Path, side: int, crf: int) -> bytes:
     except (av.FFmpegError, LookupError):
         return b""
     return buffer.getvalue()
-
-
-def _uri(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"

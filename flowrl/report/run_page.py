@@ -82,7 +82,6 @@ def page(run: RunFolder, template: str = "run.html", **more: str) -> Markup:
         shown=pictures.of_run(run.path / "samples"),
         script=script,
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        arrays=_arrays(run.path / "samples"),
         answers=answers.folded(evaluation_rows(run.evaluation)),
         against=watch_page.against(run.metrics, peak),
         peak=watch_page.sentence(peak),
@@ -240,13 +239,6 @@ def _task_lines(columns: Sequence[dict[str, Any]]) -> list[list[str]]:
         [task.replace("_", " "), *(interval_text(column.get(task)) for column in columns)]
         for task in tasks
     ]
-
-
-def _arrays(samples: Path) -> list[str]:
-    """The files of media before and after that have no picture, because nothing here draws their
-    shape."""
-    stems = [stem for stem in ("before", "after") if (samples / f"{stem}.npz").is_file()]
-    return [f"samples/{stem}.npz" for stem in stems if not (samples / f"{stem}.png").is_file()]
 
 
 # ---------------------------------------------------------------------------

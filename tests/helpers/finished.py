@@ -2,10 +2,10 @@
 
 import json
 
-import torch
+import numpy as np
 from page import Page
 
-from flowrl.report import grids, run_page
+from flowrl.report import run_page
 
 
 def interval(mean, half):
@@ -32,6 +32,16 @@ EVALUATION = {
 }
 
 
+def keep(samples, count, size, *, judged=()):
+    """Keep arrays of pairs as an evaluation does. judged: verdicts before and after."""
+    rng = np.random.default_rng(0)
+    for k, stem in enumerate(("before", "after")):
+        images = rng.integers(0, 256, (count, 3, size, size), np.uint8)
+        own = {"verdicts.shapes": np.array(judged[k], np.int8)} if judged else {}
+        prompts = np.array([f"a <b>{i}" for i in range(count)])
+        np.savez(samples / f"{stem}.npz", images=images, prompts=prompts, **own)
+
+
 def write(folder):
     """Write a complete run folder -> its path."""
     (folder / "samples").mkdir(parents=True)
@@ -47,8 +57,7 @@ def write(folder):
         lines.append(json.dumps(line | ({"eval/shapes/strict": i / 100} if i % 10 == 0 else {})))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
-    pairs = grids.before_after(torch.rand(2, 3, 16, 16), torch.rand(2, 3, 16, 16), ["a", "b"])
-    pairs.save(folder / "samples" / "before_after.png")
+    keep(folder / "samples", 2, 16)
     (folder / "environment.json").write_text('{"torch": "9.9.9"}')
     return folder
 

@@ -11,6 +11,10 @@ import torch
 from flowrl.report import charts, described
 
 
+def line_chart(title, points):
+    return charts.gallery({title: charts.measured(title, points)})
+
+
 def test_every_colour_that_charts_name_is_in_the_style_sheet_for_light_and_for_dark():
     style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
     named = [int(number) for number in re.findall(r"--chart-(\d+):", style)]
@@ -40,7 +44,7 @@ def test_colours_stand_out_from_panel_and_paper_and_no_text_is_small():
     sizes = re.findall(r"font(?:-size)?:[^;]*?([\d.]+)px", style)
     assert len(sizes) > 10 and min(map(float, sizes)) >= 11
     # a text in an SVG would shrink with the page
-    drawn = charts.line_chart("x", [(0, 1.0), (1, 2.0)]) + charts.interval_chart([("a", 1, 0, 2)])
+    drawn = line_chart("x", [(0, 1.0), (1, 2.0)]) + charts.interval_chart([("a", 1, 0, 2)])
     assert "<text" not in drawn and ">0.5<" in drawn
 
 
@@ -65,7 +69,7 @@ def test_numbers_have_three_digits():
 
 
 def test_a_line_chart_places_points_linearly():
-    chart = charts.line_chart("x", [(0, 0.0), (5, 0.5), (10, 1.0)])
+    chart = line_chart("x", [(0, 0.0), (5, 0.5), (10, 1.0)])
     (d,) = re.findall(r'class="line" d="([^"]+)"', chart)
     points = [tuple(map(float, p)) for p in re.findall(r"([\d.]+) ([\d.]+)", d)]
     assert points[1] == pytest.approx([(points[0][k] + points[2][k]) / 2 for k in (0, 1)], abs=0.06)
@@ -76,12 +80,12 @@ def test_a_line_chart_places_points_linearly():
     "points", [[(1, 0.5)], [(1, 0.0), (2, 0.0)], [(1, math.nan), (2, 3.0)], [(0, -1e-9), (1, 1e9)]]
 )
 def test_degenerate_curves_draw_finite_numbers(points):
-    chart = charts.line_chart("x", points)
+    chart = line_chart("x", points)
     assert "<svg" in chart and "nan" not in chart and "inf" not in chart
 
 
 def test_no_finite_point_draws_nothing_and_long_curves_are_averaged():
-    assert charts.line_chart("x", [(0, math.nan)]) == "" and charts.line_chart("x", []) == ""
+    assert line_chart("x", [(0, math.nan)]) == "" and line_chart("x", []) == ""
     long = [(i, float(i)) for i in range(1000)]
     assert len(charts.thin(long)) == 250 and charts.thin(long)[0] == (1.5, 1.5)
     assert charts.thin(long[:300]) == long[:300]
@@ -112,4 +116,4 @@ def test_the_line_under_a_chart_is_that_of_the_table_of_metrics(run):
     assert described.sentence("reward/clip/small/mean").startswith("Mean of one reward")
     assert described.sentence("time/vae_work") != described.sentence("time/rollout")
     assert described.sentence("mine/number") == ""
-    assert "mine/number" in charts.line_chart("mine/number", [(0, 1.0)])
+    assert "mine/number" in line_chart("mine/number", [(0, 1.0)])

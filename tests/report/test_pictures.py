@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 from flowrl.data.media import save
-from flowrl.report import grids
 
 CHARTED = ("reward", "eval", "policy", "diversity")
 
@@ -25,22 +24,12 @@ def run(tmp_path):
     return finished.write(tmp_path / "my-run")
 
 
-def keep(samples, count, size, *, judged=()):
-    """Keep arrays of pairs as an evaluation does. judged: verdicts before and after."""
-    rng = np.random.default_rng(0)
-    for k, stem in enumerate(("before", "after")):
-        images = rng.integers(0, 256, (count, 3, size, size), np.uint8)
-        own = {"verdicts.shapes": np.array(judged[k], np.int8)} if judged else {}
-        prompts = np.array([f"a <b>{i}" for i in range(count)])
-        np.savez(samples / f"{stem}.npz", images=images, prompts=prompts, **own)
-
-
 def opened(source):
     return Image.open(io.BytesIO(base64.b64decode(source.split(",")[1])))
 
 
 def test_pairs_are_single_pictures_whose_filter_never_hides_a_broken_one(run):
-    keep(run / "samples", 5, 64, judged=([0, 1, 1, 0, -1], [1, 0, 1, 0, 1]))
+    finished.keep(run / "samples", 5, 64, judged=([0, 1, 1, 0, -1], [1, 0, 1, 0, 1]))
     html, page = finished.page_of(run)
     kinds = re.findall(r'<figure class="pair (\w+) tiny">', html)
     assert kinds == ["broken", "fixed", "same", "same", "same"]
@@ -60,19 +49,21 @@ def test_pairs_are_single_pictures_whose_filter_never_hides_a_broken_one(run):
     ]
 
 
-def test_runs_without_verdicts_or_prompts_show_pairs_and_damaged_ones_leave_a_sheet(run):
-    keep(run / "samples", 2, 128)
+def test_runs_without_verdicts_show_pairs_and_one_side_stands_alone_if_the_other_is_damaged(run):
     html, page = finished.page_of(run)
-    assert html.count('<figure class="pair "') == 2 and 'class="filter"' not in html
+    assert html.count('<figure class="pair  tiny"') == 2 and 'class="filter"' not in html
+    assert len(page.src) == 4 and 'class="missing"' not in html
     torn = (run / "samples" / "after.npz").read_bytes()[:-40]
     (run / "samples" / "after.npz").write_bytes(torn)
     html, page = finished.page_of(run)
-    assert 'class="pair' not in html and len(page.src) == 1
+    assert len(page.src) == 2 and "samples/after.npz is missing or damaged" in page.text
+    (run / "samples" / "before.npz").write_bytes(torn)
+    assert "samples/before.npz is missing or damaged" in finished.page_of(run)[1].text
 
 
 def test_videos_play_in_the_page_and_their_originals_are_linked(run):
     samples = run / "samples"
-    keep(samples, 2, 64)
+    finished.keep(samples, 2, 64)
     rng = torch.Generator().manual_seed(0)
     for stem, i in itertools.product(("before", "after"), range(2)):
         save(torch.rand(5, 3, 64, 320, generator=rng), samples / stem / f"{i:02d}.mp4")
@@ -102,7 +93,7 @@ def test_the_slider_has_a_sheet_for_each_tenth_of_the_run(run):
 
 def test_the_page_of_a_long_run_of_large_pictures_is_small(run):
     """Noise is what compresses worst."""
-    keep(run / "samples", 16, 512, judged=([0] * 16, [1] * 16))
+    finished.keep(run / "samples", 16, 512, judged=([0] * 16, [1] * 16))
     rng = np.random.default_rng(0)
     sheet = Image.fromarray(rng.integers(0, 256, (1100, 1096, 3), np.uint8))
     sheet.save(sheets := io.BytesIO(), "PNG", compress_level=0)
@@ -116,13 +107,3 @@ def test_the_page_of_a_long_run_of_large_pictures_is_small(run):
     html, page = finished.page_of(run)
     assert len(page.src) == 16 * 2 + 11 and html.count("<svg") == 60
     assert len(html.encode()) < 3e6
-
-
-def test_whole_sheets_stand_in_for_pairs(run):
-    _, page = finished.page_of(run)
-    pairs = run / "samples" / "before_after.png"
-    assert opened(page.src[0]).size == Image.open(pairs).size
-    pairs.unlink()
-    grids.grid(torch.rand(1, 3, 8, 8)).save(run / "samples" / "before.png")
-    html, page = finished.page_of(run)
-    assert len(page.src) == 1 and "samples/after.png are missing" in page.text

@@ -90,7 +90,7 @@ def test_the_ledger_sums_phases_and_names_what_is_left(run):
         ("evaluation.json", "There is no evaluation.json"),
         ("metrics.jsonl", "metrics.jsonl is missing or holds no curves"),
         ("config.yaml", "Nothing was recorded for “configuration”"),
-        ("samples/before_after.png", "samples/before.png and samples/after.png are missing"),
+        ("samples/after.npz", "samples/after.npz is missing or damaged: a run that ended early"),
         ("environment.json", "the run itself recorded none"),
     ],
 )
