@@ -80,7 +80,7 @@ def _of_files(samples: Path, files: tuple[tuple[str, int], ...]) -> Shown:
         sides=[*kept],
         pairs=_pairs(samples, kept, judge),
         judge=judge.removeprefix("verdicts."),
-        course=dict(zip(course, _fitted(_webp, course.values(), SHEETS, SAMPLES), strict=True)),
+        course=dict(zip(course, _fitted(_sheet, course.values(), SHEETS, SAMPLES), strict=True)),
     )
 
 
@@ -140,22 +140,25 @@ def _drawn(kept: Sequence[Arrays]) -> list[Image.Image]:
     return plots.drawings(torch.from_numpy(both), 256) if drawable else []
 
 
-def _course(samples: Path) -> dict[int, Image.Image]:
-    """Iteration -> sheet of its samples, for the first one and each tenth of the run."""
+def _course(samples: Path) -> dict[int, tuple[Path, int]]:
+    """Iteration -> (path, time) of its sheet, for the first one and each tenth of the run."""
     names = [(re.fullmatch(r"iteration-(\d{6,})\.png", p.name), p) for p in samples.glob("*.png")]
     sheets = {int(match[1]): path for match, path in names if match}
     tenths = [max(sheets) * k / 10 for k in range(11)] if sheets else []
     chosen = sorted({min(sheets, key=lambda i: abs(i - tenth)) for tenth in tenths})
-    return {i: sheet for i in chosen if (sheet := _opened(sheets[i]))}
+    files = {i: (sheets[i], sheets[i].stat().st_mtime_ns) for i in chosen}
+    return {i: file for i, file in files.items() if _sheet(file, *SHEETS[0])}
 
 
-def _opened(path: Path) -> Image.Image | None:
-    """Open a picture; None where it is missing or damaged."""
+@lru_cache(maxsize=128)
+def _sheet(file: tuple[Path, int], side: int, quality: int) -> bytes:
+    """Encode a picture once, though a live page asks often; b"" if it is damaged. file: (path,
+    time)."""
     try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
+        with Image.open(file[0]) as image:
+            return _webp(image.convert("RGB"), side, quality)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return None
+        return b""
 
 
 # ---------------------------------------------------------------------------

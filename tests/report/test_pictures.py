@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from flowrl.data.media import save
+from flowrl.report import pictures
 
 CHARTED = ("reward", "eval", "policy", "diversity")
 
@@ -107,3 +108,12 @@ def test_the_page_of_a_long_run_of_large_pictures_is_small(run):
     html, page = finished.page_of(run)
     assert len(page.src) == 16 * 2 + 11 and html.count("<svg") == 60
     assert len(html.encode()) < 3e6
+
+
+def test_a_page_that_is_made_again_encodes_only_the_new_sheet(run, monkeypatch):
+    encoded, webp = [], pictures._webp
+    monkeypatch.setattr(pictures, "_webp", lambda *own: encoded.append(own[1]) or webp(*own))
+    for count, i in enumerate((10, 20, 30), 1):
+        Image.new("RGB", (200, 100)).save(run / "samples" / f"iteration-{i:06d}.png")
+        pictures.of_run(run / "samples")
+        assert encoded.count(1120) == count
