@@ -90,6 +90,23 @@ def quiet() -> Iterator[None]:
                 library.enable_progress_bar()
 
 
+@contextmanager
+def warned_once() -> Iterator[None]:
+    """Inside, a message that was logged is not logged again."""
+    seen = set[str]()
+
+    def new(record: logging.LogRecord) -> bool:
+        count = len(seen)
+        seen.add(record.msg)
+        return len(seen) > count
+
+    logger.addFilter(new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(new)
+
+
 class Progress:
     """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
     terminal, in a notebook a line that changes, elsewhere a line each few seconds. A bar inside of

@@ -180,6 +180,9 @@ def text_of(path):
 
 
 def test_the_command_writes_the_run_and_its_checkpoint_into_the_file(made):
+    Path("two.jsonl").write_text('{"prompt": "a", "negative_prompt": "b"}\n' * 2)
+    said = made("--batch", 1, "-o", "once/", prompts="two.jsonl")
+    assert said.count("negative_prompt has no effect") == 1
     made("-o", "out", "--format", "webp", "--guidance", "3.50", prompts="a red circle")
     (row,) = rows("out")
     assert row["file_name"] == "00000-a-red-circle-s0.webp" and row["checkpoint"] == "step-000001"
@@ -203,6 +206,9 @@ def test_what_a_folder_holds_of_another_kind_is_refused(made, run):
     for (prompts, *words), sentence in wrong.items():
         assert sentence in made("-o", "out", *words, prompts=prompts, code=2), words
     assert "--format mp4 does not suit what is made" in made("-o", "a", "--format", "mp4", code=2)
+    Path("c").mkdir()
+    Path("c", gallery.INDEX).write_text('{"file_name": "a.png", "text": "a"}\n')
+    assert f"c/{gallery.INDEX} is not of flowrl generate" in made("-o", "c", code=2)
     assert "is the folder of a run" in made("-o", run, code=2)
     assert "--grid shows pictures" in made("-o", "a.npy", "--grid", "b.png", code=2)
     assert "1 of them new" in made("-o", "out", prompts="more.txt")

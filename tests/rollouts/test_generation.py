@@ -49,6 +49,7 @@ def test_a_seed_names_its_picture_and_another_seed_another(policy):
     first = generate(policy, PROMPTS[:2], steps=8, seed=3)
     assert first.shape == (2, 3, 64, 64) and first.min() >= 0 and first.max() <= 1
     assert torch.equal(generate(policy, PROMPTS[:2], steps=8, seed=3), first)
+    close(generate(policy, PROMPTS[1:2] * 2, steps=8, seed=[4, 3], places=[1, 1])[1], first[1])
     assert (generate(policy, PROMPTS[:2], steps=8, seed=4) - first).abs().amax(
         (1, 2, 3)
     ).min() > 0.05
@@ -137,6 +138,7 @@ def test_a_failed_candidate_is_never_the_best(policy):
     [
         (([],), "prompts is empty or not text"),
         (([3],), "prompts is empty or not text"),
+        ((PROMPTS, {"seed": [1, 2]}), "seed has 2 entries; give one for each prompt"),
         ((PROMPTS[0], {"best_of": 0}), "best_of=0 needs best_of >= 1"),
         ((PROMPTS[0], {"best_of": 2}), "best_of=2 needs best_of >= 1 and, above 1, a reward"),
         (

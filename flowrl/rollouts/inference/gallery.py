@@ -19,7 +19,7 @@ from flowrl.policy import Policy
 from flowrl.report import grids
 from flowrl.rewards import score
 from flowrl.rollouts.inference.generate import generate
-from flowrl.runtime.log import Progress
+from flowrl.runtime.log import Progress, warned_once
 from flowrl.runtime.store import files, lines
 from flowrl.runtime.store.run_folder import plain
 from flowrl.runtime.text import printable
@@ -55,7 +55,9 @@ def left(folder: Path, rows: Sequence[Row]) -> list[Row]:
     """Those of the rows whose file is not in the folder; the others get the names of their files.
     ValueError where one was made of another prompt or with other settings."""
     old = [line.row for line in lines.read(folder / INDEX) if line.row]
-    found = {tuple(row.get(name) for name in NAME): row for row in old}
+    if any(not {*NAME, "file_name"} <= row.keys() for row in old):
+        raise ValueError(f"{folder / INDEX} is not of flowrl generate; give another folder")
+    found = {tuple(row[name] for name in NAME): row for row in old}
     missing = []
     for row in rows:
         was = found.get(tuple(row[name] for name in NAME), row)
@@ -93,7 +95,7 @@ def fill(
     files.clean(folder)
     known = {line.row["file_name"] for line in lines.read(folder / INDEX) if line.row}
     micro, done = batch * policy.branches(how["guidance"]), 0
-    with Progress(len(rows), title="generate", lines=listed) as bar:
+    with Progress(len(rows), title="generate", lines=listed) as bar, warned_once():
         while done < len(rows):
             some = [r for r in rows[done : done + batch] if r["base"] is rows[done]["base"]]
             # a batch is of one model: the base model is the extrapolation of weight 0

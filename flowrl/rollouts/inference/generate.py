@@ -59,6 +59,9 @@ def generate(
     texts, rows = _texts(prompts)
     if steps < 1 or micro < 1 or decode < 1:
         raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
+    for name, given in (("seed", seed), ("places", places)):
+        if isinstance(given, Sequence) and len(given) != len(texts):
+            raise ValueError(f"{name} has {len(given)} entries; give one for each prompt")
     policy.say_cut(texts)
     # everything that a user gave is checked before the first network call
     request = SampleRequest(
