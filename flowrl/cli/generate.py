@@ -83,15 +83,10 @@ Chooser = Annotated[
 ]
 Seed = Annotated[
     str,
-    typer.Option(
-        "--seed",
-        "--seeds",
-        metavar="0,1,2",
-        help="Equal seeds give equal pictures; several, several of each prompt.",
-    ),
+    typer.Option("--seed", "--seeds", metavar="0,1,2", help="Each makes a sample of each prompt."),
 ]
 WithBase = Annotated[
-    bool, typer.Option("--with-base", help="By the base model, too, from the same noise.")
+    bool, typer.Option("--with-base", help="The base model's, too, from the same noise.")
 ]
 Batch = Annotated[int, typer.Option(min=1, help="Samples made at once; fewer need less memory.")]
 Output = Annotated[
@@ -99,13 +94,13 @@ Output = Annotated[
     typer.Option(
         "-o",
         "--output",
-        help="out.png, out.mp4, out.npy ...; several get numbers. Or a folder, out/, in which the"
-        " same command goes on after a stop. Default: out, with the suffix that suits.",
+        help="out.png, out.mp4, out.npy ...; several get numbers. Or a folder, out/, where the same"
+        " command goes on after a stop. Default: out, with the suffix that suits.",
     ),
 ]
 Form = Annotated[
     Literal["png", "jpg", "webp", "mp4", "gif", "npy"] | None,
-    typer.Option("--format", help="Form of the files in a folder. Default: png, of videos mp4."),
+    typer.Option("--format", help="Format of the files in a folder. Default: png, of videos mp4."),
 ]
 Grid = Annotated[Path | None, typer.Option(help="A contact sheet of the samples, as sheet.png.")]
 

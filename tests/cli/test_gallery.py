@@ -209,6 +209,7 @@ def test_what_a_folder_holds_of_another_kind_is_refused(made, run):
     Path("c").mkdir()
     Path("c", gallery.INDEX).write_text('{"file_name": "a.png", "text": "a"}\n')
     assert f"c/{gallery.INDEX} is not of flowrl generate" in made("-o", "c", code=2)
+    assert "c/a-2.png" in made("-o", "c/a.png")  # files of other names may stand there
     assert "is the folder of a run" in made("-o", run, code=2)
     assert "--grid shows pictures" in made("-o", "a.npy", "--grid", "b.png", code=2)
     assert "1 of them new" in made("-o", "out", prompts="more.txt")

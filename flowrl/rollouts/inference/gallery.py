@@ -93,7 +93,8 @@ def fill(
     batch: most samples made at once.
     """
     files.clean(folder)
-    known = {line.row["file_name"] for line in lines.read(folder / INDEX) if line.row}
+    old = lines.read(folder / INDEX) if listed else ()
+    known = {line.row["file_name"] for line in old if line.row}
     micro, done = batch * policy.branches(how["guidance"]), 0
     with Progress(len(rows), title="generate", lines=listed) as bar, warned_once():
         while done < len(rows):
