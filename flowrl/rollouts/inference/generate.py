@@ -59,9 +59,6 @@ def generate(
     texts, rows = _texts(prompts)
     if steps < 1 or micro < 1 or decode < 1:
         raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
-    for name, given in (("seed", seed), ("places", places)):
-        if isinstance(given, Sequence) and len(given) != len(texts):
-            raise ValueError(f"{name} has {len(given)} entries; give one for each prompt")
     policy.say_cut(texts)
     # everything that a user gave is checked before the first network call
     request = SampleRequest(
@@ -69,8 +66,8 @@ def generate(
         texts=texts,
         conditions=_own_conditions(policy, texts, rows, conditions),
         meta=meta or rows or None,
-        seeds=torch.as_tensor(seed).expand(len(texts)),
-        places=torch.arange(len(texts)) if places is None else torch.as_tensor(places),
+        seeds=_each(texts, "seed", seed if isinstance(seed, Sequence) else [seed] * len(texts)),
+        places=_each(texts, "places", range(len(texts)) if places is None else places),
         steps=steps,
         guidance=guidance,
         rlg=rlg,
@@ -84,6 +81,13 @@ def generate(
     media = _made(request, _way(request, best_of, search, refine, reward), reward)
     _say_size(policy, media)
     return media
+
+
+def _each(texts: list[str], name: str, given: Sequence[int]) -> Tensor:
+    """Make a tensor (P,) of a number for each prompt; ValueError where there are not so many."""
+    if len(given) != len(texts):
+        raise ValueError(f"{name} has {len(given)} entries; give one for each prompt")
+    return torch.tensor([int(number) for number in given])
 
 
 def _way(
