@@ -226,7 +226,7 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
             return f'"{key}" is not a key: keys are words'
         case "missing":
             return _missing(key, error["input"])
-        case "tuple_type":
+        case "tuple_type" | "list_type":
             return f"{key}={_given(error)} should be values in brackets, as [1,2]"
         case "too_long":
             most = error["ctx"]["max_length"]

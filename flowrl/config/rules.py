@@ -210,6 +210,12 @@ RULES = (
         when=lambda every, decay, iterations, updates: decay and every > iterations * updates,
         kind="warn",
     ),
+    Rule(
+        ("tracking.entity", "trackers"),
+        "{0} is read by wandb and swanlab alone, and here is {1}; write trackers=[wandb], or leave"
+        " it out",
+        when=lambda team, used: team and used and not {"wandb", "swanlab", "all"} & {*used},
+    ),
     # settings that nothing reads
     Rule(
         ("gradient", "reward"),

@@ -35,6 +35,7 @@ from flowrl.config.training import (
     OptimizerConfig,
     ReplayConfig,
     StopConfig,
+    TrackingConfig,
     TrainConfig,
     WatchConfig,
 )
@@ -104,6 +105,9 @@ class Config(Section):
     output: Place | None = Field(None, description="Run folder; none: runs/ and the time of day.")
     trackers: list[str] = Field(
         ["tensorboard"], description="Trackers of accelerate: tensorboard, wandb, trackio ..."
+    )
+    tracking: TrackingConfig = Field(
+        TrackingConfig(), description="What trackers other than tensorboard call the run."
     )
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeFloat,
@@ -397,6 +398,23 @@ class WatchConfig(Section):
     patience: Annotated[PositiveInt, read_with("watch.held_out")] = Field(
         5, description="Iterations in a row below the peak before stop.watch acts."
     )
+
+
+def _label(text: str) -> str:
+    if not text.strip() or not text.isprintable() or set(text) & set("/\\#?%:"):
+        raise ValueError(f"{text!r} should be one line of text without / \\ # ? % :, not empty")
+    return text
+
+
+Label = Annotated[str, AfterValidator(_label)]
+
+
+class TrackingConfig(Section):
+    project: Label = Field("flowrl", description="Project in which a tracker lists the run.")
+    entity: Label | None = Field(None, description="Team, for wandb and swanlab; none: yourself.")
+    name: Label | None = Field(None, description="Name of the run; none: that of its first folder.")
+    group: Label | None = Field(None, description="Group of runs; none: the method, as nft.")
+    tags: list[str] = Field([], description="Words by which runs are filtered, as [paper].")
 
 
 class GuardConfig(Section):

@@ -55,6 +55,15 @@ def row_head(row: dict[str, Any]) -> list[str]:
     return ["" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in shown]
 
 
+def evaluation_cells(evaluation: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Heads of the table of evaluations, and its rows."""
+    titles, out = distinct_metrics(evaluation), []
+    for row in evaluation_rows(evaluation):
+        cells = (interval_text(row.get("metrics", {}).get(name)) for name in titles)
+        out.append([*row_head(row), *cells])
+    return ["evaluation", *HEADS, *titles.values()], out
+
+
 def of_texts(row: Mapping[str, Any]) -> str:
     """How many different texts the images of a row show; "" where it is not known."""
     entries = [entry for entry in row.get("metrics", {}).values() if isinstance(entry, dict)]

@@ -7,13 +7,15 @@ project's, with the same import name, so that no message may tell anyone to inst
 from __future__ import annotations
 
 import importlib.metadata
-import os.path
+import os
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from netrc import netrc
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import flowrl
 from flowrl.runtime.registry import did_you_mean
@@ -28,6 +30,8 @@ EXTRAS = {  # imported package -> extra that installs it
     "rapidocr_onnxruntime": "ocr",
     "torchao": "quantize",
     "uvicorn": "server",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
     "wandb": "wandb",
 }
 # trackers of accelerate, each by the name of its package
@@ -60,14 +64,30 @@ def line_for(package: str | None) -> str | None:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ValueError for a tracker that accelerate does not know or that is not installed, without
-    importing either."""
+    """ValueError for a tracker that accelerate does not know, that is not installed, or that would
+    ask for an account."""
     for name in names:
         if name not in TRACKERS:
             raise ValueError(f'trackers: unknown tracker "{name}"{did_you_mean(name, TRACKERS)}')
         if name != "all" and find_spec(name) is None:
             install = line_for(name) or f"pip install {name}"
             raise ValueError(f"trackers: {name} is not installed; {install}, or leave it out")
+        if name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online":
+            _check_account()
+
+
+def _check_account() -> None:
+    """ValueError where W&B would ask for an account, without a question and without a request."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb
+
+    found, logins = wandb.setup().settings, Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    token = found.api_key or os.environ.get("WANDB_IDENTITY_TOKEN_FILE")
+    if not token and logins.is_file():  # where `wandb login` writes
+        token = netrc(logins).authenticators(str(urlsplit(found.base_url).hostname))
+    if found.mode == "online" and not token:
+        what = "run `wandb login`, or set WANDB_MODE=offline in the environment"
+        raise ValueError(f"trackers: wandb is not logged in; {what}, which sends nothing")
 
 
 def foreign() -> str | None:

@@ -26,9 +26,10 @@ from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.detectors import Detectors
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.replay_buffer import ReplayBuffer
+from flowrl.runtime.install import check_trackers
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
-from flowrl.runtime.processes.world import World, place, start
+from flowrl.runtime.processes.world import World, start
 from flowrl.runtime.store.lock import Lock
 from flowrl.training import identity, optimizer
 from flowrl.training.checks import check_conditions, check_media, columns_read
@@ -64,17 +65,12 @@ def build(
     if folder:
         check_resume(cfg, folder, accept=accept)
     optimizer.try_class(cfg.optimizer)
-    accelerator = start(
-        cfg.train.precision,
-        cfg.trackers,
-        folder or Path(cfg.output or "runs"),
-        cfg.guard.rank_seconds,
-    )
+    check_trackers(cfg.trackers)
+    accelerator = start(cfg.train.precision, cfg.guard.rank_seconds)
     members = cfg.train.sequence_parallel
     world = World(accelerator, cfg.guard.rank_seconds, members=members)
     world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
     with explained_start(cfg), claimed(cfg, folder, world) as (path, lock):
-        place(accelerator, path)
         return assemble(cfg, world, path, lock, live)
 
 

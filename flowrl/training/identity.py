@@ -49,6 +49,7 @@ RESUMABLE = (
     "checkpoint.",
     "guard.",
     "trackers",
+    "tracking.",
     "train.shard",
     "train.sequence_parallel",
     "model.encoders",

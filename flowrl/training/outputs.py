@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from flowrl.config.live import named
-from flowrl.config.load import flatten
 from flowrl.config.schema import Config
 from flowrl.data.media import encoded
 from flowrl.evaluation import held_out
@@ -15,6 +14,7 @@ from flowrl.evaluation import record as evaluation_record
 from flowrl.policy.weights import heads
 from flowrl.policy.weights.lora import SETTINGS
 from flowrl.report import grids
+from flowrl.report.numbers import evaluation_cells
 from flowrl.rollouts.velocity import passes
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import during
@@ -29,6 +29,7 @@ from flowrl.runtime.store.run_folder import (
     truncate_metrics,
 )
 from flowrl.samplers.plan import nfe
+from flowrl.training import trackers
 from flowrl.training.records import Iteration, NothingTrained, Run, RunParts
 from flowrl.training.resume import write_config
 from flowrl.training.update import Learner
@@ -66,7 +67,7 @@ def start(trainer: Running) -> None:
         live = {f"live {argument}": label for argument, label in named(cfg).items()}
         files.write(parts.path / "environment.json", json.dumps(environment() | live))
         truncate_metrics(parts.path, trainer.iteration)
-    start_trackers(parts, trainer.iteration)
+    trackers.start(parts, trainer.iteration)
     if trainer.started:
         return
     if main:
@@ -93,17 +94,6 @@ def rehearse(trainer: Running) -> None:
             parts.lock.withdraw()
 
 
-def start_trackers(parts: RunParts, iteration: int) -> None:
-    """Open the trackers; events after `iteration` of an interrupted run are purged."""
-    plain = bool | int | float | str
-    flat = flatten(parts.setup.cfg.model_dump(mode="json"))
-    flat = {key: value if isinstance(value, plain) else str(value) for key, value in flat.items()}
-    extra = {"tensorboard": {"purge_step": iteration + 1}}
-    if "tensorboard" not in parts.setup.cfg.trackers:
-        extra = {}
-    parts.weights.accelerator.init_trackers("tracker", config=flat, init_kwargs=extra)
-
-
 def record(trainer: Running, it: Iteration) -> None:
     """Write a grid of samples and held-out numbers when they are due, then one line of metrics."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
@@ -114,6 +104,7 @@ def record(trainer: Running, it: Iteration) -> None:
         captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
         file = parts.path / "samples" / f"iteration-{it.number:06d}.png"
         files.write(file, encoded(grids.grid(it.shown, captions)))
+        trackers.put(parts, it.number, "samples/iteration", "Image", str(file))
     try:
         if cfg.eval.every and it.number % cfg.eval.every == 0 and it.number < cfg.iterations:
             it.metrics.update(evaluate(trainer))
@@ -121,7 +112,7 @@ def record(trainer: Running, it: Iteration) -> None:
     finally:
         if main:
             add_metrics(parts.path, it.number, it.metrics)
-        parts.weights.accelerator.log(it.metrics, step=it.number)
+        trackers.each(parts, lambda tracker: tracker.log(it.metrics, step=it.number))
         # the iteration is recorded, so a signal may give up the next one
         trainer.learner.touched = False
     parts.guards(it.metrics, it.number - 1)
@@ -154,8 +145,14 @@ def evaluate(
         )
     if named:
         setting = {"iteration": trainer.iteration} | held_out.recorded(how)
-        evaluation_record.add_row(parts.path, name, result, parts.held_out, **setting)
+        found = evaluation_record.add_row(parts.path, name, result, parts.held_out, **setting)
         evaluation_record.save_images(parts.path, name, result, parts.held_out)
+        trackers.put(parts, trainer.iteration, "evaluation", "Table", *evaluation_cells(found))
+        # grids, and four videos of each evaluation; the names of others begin with iteration-
+        for pattern, kind in (("[!i]*.png", "Image"), ("*/0[0-3].*", "Video")):
+            for file in sorted(parts.path.glob(f"samples/{pattern}")):
+                tag = file.relative_to(parts.path).with_suffix("").as_posix()
+                trackers.put(parts, trainer.iteration, tag, kind, str(file))
     return result.metrics()
 
 
@@ -176,6 +173,7 @@ def finish(trainer: Running) -> Run:
         why = f"{left} iterations were left out" if left > 0 else ALL_DONE
         history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or why)
         run_page.build(path)
+    trackers.finish(parts)
     parts.weights.accelerator.end_training()
     if parts.lock:
         parts.lock.release()

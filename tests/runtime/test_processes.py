@@ -35,7 +35,7 @@ def rank(work, number, folder, told):
     os.environ.update({name: str(value) for name, value in place.items()})
     began = time.monotonic()
     try:
-        world = distributed.World(distributed.start("no", [], folder, SECONDS), SECONDS)
+        world = distributed.World(distributed.start("no", SECONDS), SECONDS)
         world.meet()
         began = time.monotonic()
         said = work(world)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from flowrl.config.load import dump, load_config, read_config
 from flowrl.report import run_page
 from flowrl.runtime.store import checkpoint, history
 from flowrl.runtime.store.checkpoint import CheckpointError
-from flowrl.training import identity, loop, outputs, resume, state
+from flowrl.training import identity, loop, outputs, resume, state, trackers
 from flowrl.training.claim import claimed
 from flowrl.training.resume import check_resume, config_of
 
@@ -65,8 +66,8 @@ def test_every_method_goes_by_its_own_name(tmp_path, monkeypatch):
     """In the run's folder, the console, the report and the trackers: thirteen files of
     configs/algorithm set up one class."""
     monkeypatch.chdir(tmp_path)
-    running, names, tracked = small.trainer("any"), options("algorithm"), []
-    accelerator = SimpleNamespace(init_trackers=lambda _, config, **more: tracked.append(config))
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # trackers name their folders there
+    running, names = small.trainer("any"), options("algorithm")
     assert len(names) == 30
     for name in names:
         cfg = load_config(None, [f"algorithm={name}"])
@@ -74,12 +75,11 @@ def test_every_method_goes_by_its_own_name(tmp_path, monkeypatch):
             assert folder.name.endswith(f"-{name}")
         asked = SimpleNamespace(cfg=cfg, parts=running.parts, iteration=0, budget="")
         assert f"algorithm  {name}, reward" in outputs.describe(asked)
-        weights = SimpleNamespace(accelerator=accelerator)
-        outputs.start_trackers(SimpleNamespace(setup=asked, weights=weights), 0)
+        found = trackers.options(SimpleNamespace(setup=asked, path=Path("any")), "trackio", 0)
+        assert found["group"] == name
         Path(name).mkdir()
         Path(name, "config.yaml").write_text(dump(cfg))
         assert f"</span>{name}</li>" in run_page.build(Path(name)).read_text()
-    assert [config["algorithm.label"] for config in tracked] == names
 
 
 @pytest.mark.parametrize(
@@ -154,6 +154,7 @@ def test_settings_files_and_versions_that_changed_are_named_and_others_may(tmp_p
     other = changed(
         cfg, optimizer={"lr": 1e-5}, stop={"reward": 3.0}, checkpoint={"every": 7, "minutes": None}
     ).model_copy(update={"seed": 3, "iterations": 9, "trackers": ["tensorboard"]})
+    other = changed(other, tracking={"name": "other", "tags": ["one"]})
     now = identity.of_config(other) | {"code": {"flowrl": "0.2.0"}}
     found = identity.differences(old, now, tmp_path / "run")
     assert found[1:] == [

@@ -8,7 +8,6 @@ import pytest
 import small
 import torch
 
-import flowrl
 from flowrl.config import build
 from flowrl.policy.load import load_policy
 from flowrl.rewards import load_set
@@ -366,22 +365,6 @@ def test_what_is_not_network_vae_or_reward_takes_little_time(tmp_path):
     )
     shares = [it.metrics["time/overhead_fraction"] for it in made]
     assert min(shares[1:]) < 0.15  # the first iteration also warms up
-
-
-def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    words = {"trackers": "[tensorboard]", "data__eval": "null", "iterations": "4"}
-    made = small.trainer(tmp_path / "run", checkpoint__every="2", **words)
-    for it in made:
-        if it.number == 3:
-            break  # iteration 3 was logged, and is after the last checkpoint
-    made.parts.weights.accelerator.end_training()
-    flowrl.train(made.cfg, resume=made.path)
-    folder = next((made.path / "tracker").rglob("events.*")).parent
-    events = EventAccumulator(str(folder)).Reload()
-    assert [e.step for e in events.Scalars("reward/total")] == [1, 2, 3, 4]
-    assert [line["iteration"] for line in small.lines(made.path)] == [1, 2, 3, 4]
 
 
 def test_an_evaluation_in_the_middle_is_in_the_metrics(tmp_path):

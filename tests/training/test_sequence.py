@@ -78,7 +78,7 @@ def team(tmp_path):
 
     def said(policy):
         def work():
-            world = distributed.World(distributed.start("no", [], tmp_path, 60), 60, members=2)
+            world = distributed.World(distributed.start("no", 60), 60, members=2)
             world.meet()
             try:
                 sequence.share_calls(policy, world, PROMPTS, guidance="none", autocast=nullcontext)

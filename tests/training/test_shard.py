@@ -94,7 +94,7 @@ def test_processes_that_call_other_networks_a_different_number_of_times_stay_in_
         return out
 
     def divided():
-        accelerator = distributed.start("no", [], tmp_path, 60)
+        accelerator = distributed.start("no", 60)
         world, out = distributed.World(accelerator, 60), {}
         for name, policy in policies.items():
             prompts = [{"prompt": tiny.PROMPTS[0]}]
@@ -242,7 +242,7 @@ def test_a_gradient_in_shares_is_clipped_by_the_norm_of_all(tmp_path):
     """Rows of a split matrix and a whole vector: (3, 0), (0, 4) and 12 have the norm 13."""
 
     def work():
-        world = distributed.World(distributed.start("no", [], tmp_path, 60), 60)
+        world = distributed.World(distributed.start("no", 60), 60)
         net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         root = shard.split(nn.ModuleDict({"blocks": net}), init_device_mesh("cpu", (world.size,)))
         split = list(root.parameters())

@@ -1,4 +1,4 @@
-"""How a run uses accelerate: precision, trackers, and sums and gathers over its processes.
+"""How a run uses accelerate: precision, and sums and gathers over its processes.
 
 Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed
 after the last micro-batch, so ranks may differ in their number of micro-batches; where networks are
@@ -26,20 +26,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 from torch.nn.utils import get_total_norm
 
-from flowrl.runtime.install import check_trackers
 from flowrl.runtime.log import logger
 from flowrl.runtime.processes import shares
 from flowrl.runtime.processes.in_step import InStep
@@ -53,44 +51,32 @@ T = TypeVar("T")
 BUCKET = 2**26  # most numbers in gradients that are summed in one piece: 256 MB in fp32
 
 
-def start(
-    precision: str | None, trackers: list[str], folder: Path, seconds: float = 3600
-) -> Accelerator:
-    """Make an Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a
-    GPU -> ValueError.
+def start(precision: str | None, seconds: float = 3600) -> Accelerator:
+    """Make an Accelerator without trackers, which a run opens itself. fp16 without a GPU ->
+    ValueError.
 
     precision: train.precision; None: nothing is trained. seconds: the longest that a process waits
     for the others.
     """
     check_launcher(os.environ, precision)
-    check_trackers(trackers)
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
     # an earlier run in this process may have had another precision
     AcceleratorState._reset_state(reset_partial_state=False)
-    project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:
         with all_start():
             accelerator = Accelerator(
                 # without a GPU accelerate would take each of several processes for one alone
                 cpu=launched() > 1 and not torch.accelerator.is_available(),
                 mixed_precision=precision or "no",
-                log_with=trackers or None,
-                project_config=project,
                 # twice the patience of meetings: their error comes first, and names who is missing
                 kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2 * seconds))],
             )
     except (ValueError, ImportError) as error:
-        raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
+        raise ValueError(f"train.precision={precision}: {error}") from error
     if not accelerator.is_main_process:
         logger.setLevel(logging.ERROR)  # the main process alone says what all would say
     return accelerator
-
-
-def place(accelerator: Accelerator, folder: Path) -> None:
-    """Tell trackers where to write."""
-    project = accelerator.project_configuration
-    project.project_dir = project.logging_dir = str(folder)
 
 
 class Lost(RuntimeError):
@@ -101,7 +87,7 @@ def here() -> World | Alone:
     """Return the processes in which a launcher started this command, or this one alone."""
     if launched() == 1:
         return ALONE
-    return World(start(None, [], Path()))
+    return World(start(None))
 
 
 @contextmanager

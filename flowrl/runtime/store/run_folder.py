@@ -161,8 +161,6 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
 
     Later lines of metrics.jsonl and unreadable lines are removed. So are later pictures of
     samples/, whose names tell the iteration, iteration-000012.png.
-    Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard
-    drops the old ones).
     """
     run = Path(run)
     if (run / METRICS).exists():
