@@ -28,7 +28,7 @@ SHEETS = ((1120, 75), (1120, 45), (768, 50), (512, 40), (256, 40))
 SINGLES = ((384, 80), (256, 75), (256, 50), (128, 40))
 CLIPS = ((256, 30), (160, 36))  # side, CRF of videos
 # (right before, right after) -> kind of a pair, and what it says
-KINDS = {
+KINDS: dict[tuple[int, ...], tuple[str, str]] = {
     (0, 1): ("fixed", "fixed"),
     (1, 0): ("broken", "broken"),
     (1, 1): ("same", "right in both"),
@@ -145,7 +145,7 @@ def _course(samples: Path) -> dict[int, tuple[Path, int]]:
     names = [(re.fullmatch(r"iteration-(\d{6,})\.png", p.name), p) for p in samples.glob("*.png")]
     sheets = {int(match[1]): path for match, path in names if match}
     tenths = [max(sheets) * k / 10 for k in range(11)] if sheets else []
-    chosen = sorted({min(sheets, key=lambda i: abs(i - tenth)) for tenth in tenths})
+    chosen = sorted({min(sorted(sheets), key=lambda i: abs(i - t)) for t in tenths})
     files = {i: (sheets[i], sheets[i].stat().st_mtime_ns) for i in chosen}
     return {i: file for i, file in files.items() if _sheet(file, *SHEETS[0])}
 

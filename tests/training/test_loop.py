@@ -1,6 +1,7 @@
 """The training loop, step by step on the embedded model: what an iteration reports, which rows it
 trains, and when it stops."""
 
+import itertools
 import json
 import math
 
@@ -101,6 +102,13 @@ def test_iterating_shows_rollout_rewards_and_the_documented_metrics(tmp_path, al
         "tracker",
     }
     assert (made.path / "samples" / "iteration-000001.png").exists()
+
+
+def test_samples_are_drawn_at_each_tenth_of_a_run(tmp_path):
+    made = quiet(tmp_path, iterations="20", checkpoint__every="100")
+    list(itertools.islice(made, 5))
+    found = sorted(p.name for p in (made.path / "samples").glob("iteration-*.png"))
+    assert found == [f"iteration-{i:06d}.png" for i in (1, 2, 4)]
 
 
 def test_updates_are_optimizer_steps_on_disjoint_prompts(tmp_path):
