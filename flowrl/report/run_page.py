@@ -188,7 +188,9 @@ def _result(evaluation: dict[str, Any], chips: Mapping[str, str]) -> list[Markup
     whole = render(
         "rows.html",
         metric=title,
-        same=[f"{head} {cells[0]}" for head, cells in settings.items() if head not in differ],
+        same=[
+            f"{head} {own[0]}" for head, own in settings.items() if head not in differ and own[0]
+        ],
         heads=[*differ, *titles.values()],
         rows=[
             [*own, *of] for own, of in zip(zip(*differ.values(), strict=True), cells, strict=True)

@@ -332,5 +332,5 @@ def test_equal_metrics_are_one_column_and_one_chart_that_names_them_all(run):
     html, page = page_of(run)
     assert html.count("<th>shapes/strict = total</th>") == 1 and "<th>total" not in html
     assert html.count('aria-label="reward/total = reward/a/mean"') == 1
-    assert "Never changed: policy/kl 2.00" in page.text
+    assert "Never changed: policy/kl 2.00" in page.text and "All rows:" not in page.text
     assert "policy/kl" not in html.partition('<details class="constant">')[0]
