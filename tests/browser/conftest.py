@@ -17,7 +17,7 @@ def driver(tmp_path_factory):
 def training(tmp_path_factory):
     """(process, folder) of a run."""
     folder = tmp_path_factory.mktemp("runs") / "mine"
-    changes = {"iterations": "15", "checkpoint__every": "3", "eval__images": "16"}
+    changes = {"iterations": "21", "checkpoint__every": "3", "eval__images": "16"}
     with small.start("train", *small.words(folder, reward="shapes", **changes)) as process:
         yield process, folder
         process.kill()

@@ -58,13 +58,13 @@ def test_a_new_iteration_is_shown_within_five_seconds_and_the_place_is_kept(driv
         newest, said, version, *_ = driver.execute_script(STATE)
         written.setdefault(lines, time.monotonic())
         shown.setdefault(newest, time.monotonic())
-        return "mine ended after iteration 15" in said and version == page.version
+        return "mine ended after iteration 21" in said and version == page.version
 
     until(ended)
     lags = [min(t for n, t in shown.items() if n >= number) - at for number, at in written.items()]
     assert len(lags) > 5 and len(shown) > 2 and max(lags) < 5
     *_, top, opened, samples = driver.execute_script(STATE)
-    assert abs(top - 20) < 2 and opened and samples == "Iteration 15"
+    assert abs(top - 20) < 2 and opened and samples == "Iteration 21"
     messages, asked = browser.heard(driver)
     asked = {url.rpartition("/")[2] for url in asked if not url.startswith("data:")}
     assert not messages and asked == {"", "state"}
