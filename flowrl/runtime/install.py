@@ -72,7 +72,8 @@ def check_trackers(names: Sequence[str]) -> None:
         if name != "all" and find_spec(name) is None:
             install = line_for(name) or f"pip install {name}"
             raise ValueError(f"trackers: {name} is not installed; {install}, or leave it out")
-        if name == "wandb" and os.environ.get("WANDB_MODE", "online") == "online":
+        online = os.environ.get("WANDB_MODE", "online") == "online"
+        if online and name in ("all", "wandb") and find_spec("wandb"):
             _check_account()
 
 

@@ -62,11 +62,12 @@ def options(parts: RunParts, name: str, iteration: int) -> dict[str, Any]:
     named = {"name": own.name or known["name"], "group": own.group or method, "resume": "allow"}
     if name == "trackio":
         return {**named, "embed": False}
-    named |= {"id": known["id"], "tags": own.tags}
+    # reinit: not the run of an earlier training here that was left open
+    named |= {"id": known["id"], "tags": own.tags, "reinit": True}
     if name == "swanlab":
         return {**named, "log_dir": f"{folder}/swanlab", "workspace": own.entity}
-    named |= {"mode": os.environ.get("WANDB_MODE"), "reinit": True}  # not an earlier run of here
-    return {**named, "dir": f"{folder}", "entity": own.entity}
+    mode = os.environ.get("WANDB_MODE")
+    return {**named, "dir": f"{folder}", "entity": own.entity, "mode": mode}
 
 
 def identified(run: Path) -> dict[str, str]:
@@ -76,7 +77,7 @@ def identified(run: Path) -> dict[str, str]:
     kept = side_files.read(file, again="resume the run") if file.exists() else {}
     original = Path(kept.get("file", file))
     copied = original != file and original.exists() and original.read_bytes() == file.read_bytes()
-    if not kept or copied:
+    if not {"id", "name"} <= kept.keys() or copied:
         kept = {"id": secrets.token_hex(6), "name": run.resolve().name}
     kept["file"] = str(file)
     files.write(file, json.dumps(kept))
@@ -95,9 +96,7 @@ def put(parts: RunParts, step: int, name: str, kind: str, *value: Any) -> None:
             tracker.log_images({name: pixels}, step=step, dataformats="NHWC")
         elif tracker.name == "tensorboard" and made == "Text":
             tracker.log({name: thing[0]}, step=step)
-        elif tracker.name in MEDIA and not (
-            tracker.name == "swanlab" and thing[0].endswith(".mp4")
-        ):
+        elif tracker.name in MEDIA and (tracker.name != "swanlab" or thing[0][-4:] != ".mp4"):
             tracker.log({name: getattr(import_module(tracker.name), made)(*thing)}, step=step)
 
     each(parts, act)

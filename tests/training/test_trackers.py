@@ -142,6 +142,7 @@ def test_trackio_and_swanlab_are_called_as_they_are_defined(tmp_path, monkeypatc
         table = "| metric |\n| - |\n| 0.5 |"
         place = str(tmp_path / "run/tracker/swanlab")
         own |= {"id": trackers.identified(parts.path)["id"], "tags": [], "log_dir": place}
+        own |= {"reinit": True}
     own |= {"embed": False} if name == "trackio" else {"workspace": "me"}
     assert calls[0] == own and own.keys() <= {*INITS[package].split()}
     moving = [{"moving": f"Video a.{suffix}"} for suffix in ("gif", "mp4")]
@@ -183,7 +184,7 @@ def test_wandb_without_an_account_is_refused(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match="wandb is not logged in; run `wandb login`, or set WANDB_"
     ):
-        install.check_trackers(["wandb"])
+        install.check_trackers(["all"])
     wandb.teardown()
     os.environ["WANDB_API_KEY"] = 40 * "a"
     install.check_trackers(["wandb"])
