@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -139,7 +140,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
 def check_size(cfg: Config, policy: Policy) -> None:
     """Record the loop of evaluations at a size of their own; ValueError where the pipeline refuses
     the size."""
-    evaluated = policy.sized(cfg.eval.height, cfg.eval.width)
+    evaluated: Any = policy.sized(cfg.eval.height, cfg.eval.width)
     # split weights are checked by the first evaluation, of all processes
     if evaluated is not policy and cfg.model.self_check and not cfg.train.shard:
         evaluated.self_check()
