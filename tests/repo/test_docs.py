@@ -168,8 +168,7 @@ def test_every_package_that_is_imported_is_declared():
     assert known <= extras.keys()
     entries = [*core, *sum(extras.values(), [])]
     declared = {re.split(r"[<>=\[]", entry)[0].lower() for entry in entries}
-    # IPython is imported below the cells of a notebook alone, and there it is
-    foreign = imports() - sys.stdlib_module_names - {"flowrl", "IPython"}
+    foreign = imports() - sys.stdlib_module_names - {"flowrl"}
     assert {"yaml", "omegaconf", "torch"} <= foreign
     maybe_absent = {name: [name] for name in ("av", "paddleocr", "lpips")}
     packages = importlib.metadata.packages_distributions() | maybe_absent
