@@ -21,6 +21,7 @@ from flowrl.types import Rewards, Rollout, expand
 
 FRAMES, MS = 48, 125  # most frames of a video that are shown, and milliseconds of each
 LEVELS = 10  # most noise levels of a tree that are drawn
+TAKEN = "give pictures (B, 3, H, W) or videos (B, F, 3, H, W) with values in [0, 1]"
 CHUNK = 8  # states of a tree that go through the networks together
 
 
@@ -52,7 +53,14 @@ def show(
     for name, column in texts.items():
         if column is not None and len(column) != len(media):
             raise ValueError(f"{len(media)} samples but {len(column)} {name}; give one each")
-    columns = [column or [""] * len(media) for column in texts.values()]
+    return sheet(media, *texts.values(), cell=cell)
+
+
+def sheet(
+    media: Tensor, scores: list[str] | None, prompts: Sequence[str] | None, *, cell: int
+) -> CellOutput:
+    """Lay out drawable media (B, *D) with their texts below."""
+    columns = [column or [""] * len(media) for column in (scores, prompts)]
     samples = list(zip(sources(media, cell), *columns, strict=True))
     return CellOutput(render("shown.html", samples=samples, cell=cell))
 
@@ -62,8 +70,10 @@ def as_media(given: Any) -> Tensor:
     given, wrong = [given] if isinstance(given, Image.Image) else given, ""
     of_pil = isinstance(given, list) and given and isinstance(given[0], Image.Image)
     media = from_pil(given) if of_pil else numbers(given, "media")
-    media = media / 255 if media.dtype == torch.uint8 else media.detach().float().cpu()
-    if media.shape[-1:] == (3,) and media.ndim in (4, 5) and media.shape[-3] != 3:
+    in_bytes = media.dtype == torch.uint8
+    media = media.cpu() / 255 if in_bytes else media.detach().float().cpu()
+    # three axes of numbers are motions (B, T, D); of bytes they are one picture
+    if media.shape[-1:] == (3,) != media.shape[-3:-2] and media.ndim > 3 - in_bytes:
         media = media.movedim(-1, -3)
     media = media[None] if media.ndim == 3 and len(media) == 3 else media
     if not media.numel() or not grids.drawable(media):
@@ -73,8 +83,7 @@ def as_media(given: Any) -> Tensor:
     elif media.ndim > 3 and (media.min() < -0.01 or media.max() > 1.01):
         wrong = f"spans [{media.min():.3g}, {media.max():.3g}]"
     if wrong:
-        of = "pictures (B, 3, H, W) or videos (B, F, 3, H, W)"
-        raise ValueError(f"media {wrong}; give {of} with values in [0, 1]")
+        raise ValueError(f"media {wrong}; {TAKEN}")
     return media
 
 

@@ -23,8 +23,6 @@ from flowrl.training.watch.guards import Guards
 from flowrl.training.watch.watch import Watch
 from flowrl.types import Columns, PromptBatch, Rewards, Rollout, brief, weighted
 
-MOST_SHOWN = 16  # most samples of an iteration that a notebook shows
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
@@ -89,13 +87,14 @@ class Iteration:
 
     def _repr_html_(self) -> str | None:
         """Show the first samples with their scores in a notebook; None: there are none."""
-        from flowrl.report.show import show  # pictures are needed in notebooks only
+        from flowrl.report import grids, show  # pictures are needed in notebooks only
 
-        first = self.shown[:MOST_SHOWN].nan_to_num().clamp(0, 1)
-        if not len(first):
+        first = self.shown[:16]
+        if not grids.drawable(first):
             return None
         texts = [self.batch.text[g] for g in self.rollout.group[: len(first)].tolist()]
-        return show(first, self.rewards.total[: len(first)], texts, cell=96).html
+        scores = show.score_texts(self.rewards.total[: len(first)])
+        return show.sheet(first, scores, texts, cell=96).html
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 changes; and what cannot be shown is said in a sentence."""
 
 import base64
+import dataclasses
 import io
 import re
 
@@ -58,8 +59,8 @@ def test_media_of_each_form_are_the_same_pictures(given):
 
 
 def test_a_picture_alone_is_shown_and_saved_and_a_video_moves(tmp_path):
-    alone = [flowrl.show(one).html for one in (GREY[0], Image.new("RGB", (9, 9)))]
-    assert [len(pictures(html)) for html in alone] == [1, 1]
+    ones = (GREY[0], Image.new("RGB", (9, 9)), np.zeros((9, 9, 3), np.uint8))
+    assert [len(pictures(flowrl.show(one).html)) for one in ones] == [1, 1, 1]
     video = torch.rand(1, 100, 3, 16, 16)
     shown = flowrl.show(
         video, flowrl.score(video, ["red"], {"red": lambda m, p, c: m.sum((1, 2, 3, 4))})
@@ -96,6 +97,10 @@ def test_an_iteration_shows_its_pictures_with_scores(trained):
     total = [f"{value:.3g}" for value in it.rewards.total.tolist()]
     assert [score for score, _ in texts(html)] == total and len(pictures(html)) == 8
     assert [text for _, text in texts(html)] == [it.batch.text[g] for g in it.rollout.group]
+    for media, count in ((torch.randn(8, 20, 2) * 9, 8), (GREY.log() * torch.nan, 2)):
+        assert len(pictures(dataclasses.replace(it, shown=media)._repr_html_())) == count
+    for media in (torch.empty(0), torch.rand(8, 5)):  # samples from files, numbers
+        assert dataclasses.replace(it, shown=media)._repr_html_() is None
 
 
 def test_a_tree_has_a_picture_at_each_stored_state_and_forks_where_the_plan_does(trained):
