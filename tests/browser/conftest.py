@@ -24,7 +24,7 @@ def training(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def finished(training):
+def trained(training):
     process, folder = training
     said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said

@@ -7,10 +7,11 @@ import shutil
 import threading
 import time
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import browser
-import numpy as np
+import finished
 import pytest
 import torch
 
@@ -24,15 +25,12 @@ PAGES = ("report", "videos", "comparison", "live", "several")
 SEEN = "return [...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility())"
 
 
-def with_videos(folder):
-    """Replace a run's pairs by three videos: fixed, broken, and right in both."""
-    for stem, verdicts in (("before", [0, 1, 1]), ("after", [1, 0, 1])):
-        images = np.random.default_rng(0).integers(0, 256, (3, 3, 64, 64), np.uint8)
-        own = {"prompts": np.array(["a red circle " * k for k in (1, 4, 20)])}
-        own["verdicts.shapes"] = np.array(verdicts, np.int8)
-        np.savez(folder / "samples" / f"{stem}.npz", images=images, **own)
-        for i in range(3):
-            save(torch.rand(5, 3, 64, 64), folder / "samples" / stem / f"{i:02d}.mp4")
+def filmed(folder):
+    """A run with three pairs of videos: fixed, broken, and right in both."""
+    samples = finished.write(folder) / "samples"
+    finished.keep(samples, 3, 64, judged=([0, 1, 1], [1, 0, 1]))
+    for stem, i in product(("before", "after"), range(3)):
+        save(torch.rand(5, 3, 64, 64), samples / stem / f"{i:02d}.mp4")
     return folder
 
 
@@ -49,19 +47,19 @@ def repeated(folder, seed):
 
 
 @pytest.fixture(scope="session")
-def addresses(finished):
+def addresses(trained):
     """Page -> its address."""
-    *seeds, filmed = (repeated(finished, seed) for seed in (1, 2, 3))
-    compared = comparison.grouped([finished, *seeds], "algorithm")
+    runs = [trained, *(repeated(trained, seed) for seed in (1, 2))]
+    compared = comparison.grouped(runs, "algorithm")
     files = {
-        "report": finished / "report.html",
-        "videos": run_page.build(with_videos(filmed)),
-        "comparison": comparison_page.build(compared, finished.parent / "comparison.html"),
+        "report": trained / "report.html",
+        "videos": run_page.build(filmed(trained.parent / "filmed")),
+        "comparison": comparison_page.build(compared, trained.parent / "comparison.html"),
     }
     found = {name: file.as_uri() for name, file in files.items()}
     with ExitStack() as stack:
-        for name, runs in (("live", [finished]), ("several", [finished, *seeds])):
-            server = stack.enter_context(listen(LivePage(runs), 0))
+        for name, some in (("live", runs[:1]), ("several", runs)):
+            server = stack.enter_context(listen(LivePage(some), 0))
             threading.Thread(target=server.serve_forever, daemon=True).start()
             stack.callback(server.shutdown)
             found[name] = f"http://127.0.0.1:{server.server_port}/"
