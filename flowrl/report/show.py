@@ -56,11 +56,9 @@ def show(
     return sheet(media, *texts.values(), cell=cell)
 
 
-def sheet(
-    media: Tensor, scores: list[str] | None, prompts: Sequence[str] | None, *, cell: int
-) -> CellOutput:
-    """Lay out drawable media (B, *D) with their texts below."""
-    columns = [column or [""] * len(media) for column in (scores, prompts)]
+def sheet(media: Tensor, *below: Sequence[str] | None, cell: int) -> CellOutput:
+    """Lay out drawable media (B, *D) with their scores and prompts below."""
+    columns = [column or [""] * len(media) for column in below]
     samples = list(zip(sources(media, cell), *columns, strict=True))
     return CellOutput(render("shown.html", samples=samples, cell=cell))
 
