@@ -49,11 +49,11 @@ def show(
     `flowrl.score` returns. cell: pixels a side of each. ValueError for what cannot be shown.
     """
     media = as_media(media)
-    texts = {"scores": score_texts(scores), "prompts": prompts}
-    for name, column in texts.items():
+    listed = score_texts(scores)
+    for name, column in (("scores", listed), ("prompts", prompts)):
         if column is not None and len(column) != len(media):
             raise ValueError(f"{len(media)} samples but {len(column)} {name}; give one each")
-    return sheet(media, *texts.values(), cell=cell)
+    return sheet(media, listed, prompts, cell=cell)
 
 
 def sheet(media: Tensor, *below: Sequence[str] | None, cell: int) -> CellOutput:
