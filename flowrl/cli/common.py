@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -152,8 +153,10 @@ def _unknown_option(option: str, own: list[str]) -> str:
     if takes_settings and last in ("m", "multirun"):
         return f"{what}, and a command makes one run{as_loop('seed', (0, 1))}"
     known = synonym(last, "settings" if takes_settings else "options")
+    if known and known.startswith("--") and not {*re.findall(r"--[\w-]+", known)} & {*own}:
+        known = None  # it is an option of another command
     settings = (*GROUPS, *keys(Config, sections=False)) if takes_settings else ()
-    same = [k for k in settings if f".{k}".endswith(f".{last}")]
+    same = sorted((k for k in settings if f".{k}".endswith(f".{last}")), key=len)
     if same and (not known or key in same):
         return f"{what}: a setting is written without dashes, {same[0]}=VALUE"
     return what + (f"; here it is {known}" if known else did_you_mean(option, own))

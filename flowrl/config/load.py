@@ -227,7 +227,9 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
         case "missing":
             return _missing(key, error["input"])
         case "tuple_type" | "list_type":
-            return f"{key}={_given(error)} should be values in brackets, as [1,2]"
+            given = error["input"]
+            example = printable(given, LONGEST_VALUE) if isinstance(given, str) else "1,2"
+            return f"{key}={_given(error)} should be values in brackets, as [{example}]"
         case "too_long":
             most = error["ctx"]["max_length"]
             return f"{key}={_given(error)} should have at most {most} values"

@@ -102,7 +102,9 @@ def _source(run: Path, form: str, chosen: str | None) -> tuple[Path, int | None]
     folders = part("flowrl.runtime.store.checkpoint", "steps")(run)
     steps = {int(folder.name.removeprefix("step-")): folder for folder in folders}
     steps.pop(0, None)  # it holds the untrained weights
-    listed = f"its checkpoints are of iterations {', '.join(map(str, steps)) or 'none yet'}"
+    listed = "it has no checkpoint of trained weights yet"
+    if steps:
+        listed = f"its checkpoints are of iterations {', '.join(map(str, steps))}"
     number, lora = max(steps, default=0), run / "lora"
     if chosen == "best":
         if not (peak := read_peak(run)):

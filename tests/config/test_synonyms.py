@@ -47,7 +47,9 @@ def test_what_a_synonym_names_is_in_the_schema():
 
 def test_what_a_synonym_of_an_option_names_is_an_option():
     commands = typer.main.get_command(app).commands
-    known = {o for name in ("generate", "score") for p in commands[name].params for o in p.opts}
+    known = {
+        o for name in ("generate", "score", "report") for p in commands[name].params for o in p.opts
+    }
     for name, said in TABLES["options"].items():
         assert set(re.findall(r"--[a-z-]+", said)) <= known and said.startswith(("--", "a word")), (
             name

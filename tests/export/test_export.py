@@ -182,7 +182,7 @@ def changed(run, tmp_path, source=None, **train):
     [
         ({"mode": "full"}, "trained all weights (train.mode=full), which are no LoRA"),
         ({"parts": ["initial_noise"]}, "initial_noise alone, a small network beside the model"),
-        ({}, "keeps no trained weights of iteration 0; its checkpoints are of iterations none yet"),
+        ({}, "keeps no trained weights of iteration 0; it has no checkpoint of trained weights"),
     ],
 )
 def test_what_has_no_place_in_a_format_is_named(run, tmp_path, train, sentence):
