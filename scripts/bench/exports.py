@@ -7,7 +7,7 @@ A LoRA is drawn on a tiny pipeline of each family of flowrl/policy/weights/layou
 (`lora_state_dict`) and by flowrl. A row says "equal" where every A and B comes back to the bit,
 ranks that add nothing left out, and "by source, not run" where diffusers does not import that
 layout; an importer that returns something else ends the command with exit code 1. Fused layers of
-FLUX.1 and HunyuanVideo are drawn at their real width, 3072, which diffusers' importer takes for
+FLUX.1, HunyuanVideo and Lumina 2 are drawn at their real width, which diffusers' importer takes for
 granted. --lycoris: the kohya file of SD1.5 is merged by lycoris-lora, if it is installed, and
 compared with base + B A. --page writes the table into docs/export.md.
 """
@@ -46,6 +46,7 @@ CASES = {  # family -> case of the zoo
     "FLUX.2": "flux2",
     "Qwen-Image": "qwenimage",
     "Z-Image": "z_image",
+    "Lumina 2": "lumina2",
     "Wan 2.1 and 2.2": "wan21",
     "LTX-Video": "ltx",
     "LTX-2": "ltx2",
@@ -56,8 +57,12 @@ CASES = {  # family -> case of the zoo
 }
 # layouts that no importer of diffusers reads
 NOT_IMPORTED = {("SD3 and SD3.5", "kohya"), ("HunyuanVideo", "kohya"), ("PixArt", "comfyui")}
-WIDTH = 3072
-LAYERS = r"\bto_(q|k|v|out\.0|add_out)$|add_[qkv]_proj$|\bff|ffn|linear_(in|out)|proj_(mlp|out)$"
+# parts of a fused layer -> rows of one part
+ROWS = {7: 3072, 5: 768}
+LAYERS = (
+    r"\bto_(q|k|v|out\.0|add_out)$|add_[qkv]_proj$|\bff|ffn|linear_(in|out)|proj_(mlp|out)$"
+    r"|\bfeed_forward\.linear|norm1\.linear$"
+)
 Halves = dict[str, dict[str, Tensor]]
 
 
@@ -103,8 +108,9 @@ def drawn(family: Family, rank: int = 4) -> dict[str, Tensor]:
         if family.native and place is None:
             continue
         rows = layer.out_features
-        if place and place.whole == 7:  # linear1 of a single block: q, k, v, and 4 times as much
-            rows = WIDTH * (place.high - place.low)
+        # linear1 of a single block: q, k, v, and 4 times as much; or q of 24 heads, k and v of 8
+        if place and place.whole in ROWS:
+            rows = ROWS[place.whole] * (place.high - place.low)
         out[f"{part}.{name}.lora_A.weight"] = torch.randn(
             rank, layer.in_features, generator=generator
         )
