@@ -156,6 +156,9 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.text)
 
+    def __repr__(self) -> str:
+        return brief(self, f"{len(self)} prompts", f"text={self.text}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:

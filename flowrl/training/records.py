@@ -24,7 +24,7 @@ from flowrl.training.watch.watch import Watch
 from flowrl.types import Columns, PromptBatch, Rewards, Rollout, brief, weighted
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Weights:
     """The trained weights, and the objects that step them."""
 
@@ -35,7 +35,7 @@ class Weights:
     accelerator: Accelerator  # precision, trackers and the fp16 scaler
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunParts:
     """The parts of a run. Policy, rewards, processes and books are in `source`."""
 
