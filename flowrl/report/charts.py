@@ -84,6 +84,9 @@ def common_chart(
     along = [x for curve in curves for x, _ in curve.points]
     first, last = min(along), max(along)
     xs = [t for t in ticks(first, last) if first <= t <= last] if last > first else [first]
+    # there is no iteration 1.5
+    if all(float(x).is_integer() for x in along):
+        xs = [t for t in xs if float(t).is_integer()]
     ys = _ticks_around([y for curve in curves for _, y in curve.points])
     y_ticks = y_ticks or [(t, tick_text(t, ys)) for t in ys]
     low, high = y_ticks[0][0], y_ticks[-1][0]

@@ -25,7 +25,9 @@ from flowrl.runtime.text import listed
 from flowrl.runtime.yaml_text import flatten
 
 OWN = ("seed", "output")  # settings in which the runs of a group may differ
-EVALUATED = ("steps", "guidance", "solver", "rlg", "seed", "images", "prompts")  # keys of a row
+# keys of a row of evaluation.json
+EVALUATED = ("steps", "guidance", "solver", "rlg", "seed", "height", "width", "images", "prompts")
+UNSET = "unset"  # what stands for a setting that a run does not have
 HEADS = ("", "seeds", "before", "after", "gain", "over seeds [95%]", "over prompts [95%]")
 COST = ("iterations", "network rows", "seconds", "peak GB")
 
@@ -184,7 +186,7 @@ def notes(groups: Groups) -> list[str]:
     more, or less, than repetitions with other seeds."""
     runs = [run for group in groups.values() for run in group]
     rows = [run.row("after") for run in runs if run.row("after")]
-    found = {key: {str(row.get(key)) for row in rows} for key in EVALUATED}
+    found = {key: {str(row.get(key, UNSET)) for row in rows} for key in EVALUATED}
     unlike = {key: sorted(values) for key, values in found.items() if len(values) > 1}
     said = [key if key == "prompts" else f"{key} ({listed(v)})" for key, v in unlike.items()]
     how = "These runs were not evaluated alike, so their numbers do not compare: they differ in"
@@ -204,7 +206,7 @@ def differences(groups: Groups) -> dict[str, list[str]]:
     keys = {key for runs in groups.values() for run in runs for key in run.settings}
     out = {}
     for key in sorted(keys - {*OWN}):
-        values = [[run.settings.get(key, "") for run in runs] for runs in groups.values()]
+        values = [[run.settings.get(key, UNSET) for run in runs] for runs in groups.values()]
         texts = [
             dict.fromkeys(v if isinstance(v, str) else json.dumps(v) for v in own) for own in values
         ]

@@ -131,7 +131,7 @@ def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
         seconds = _sums(run.metrics).get("time/iteration")
         chips |= {"training time": _duration(seconds)} if seconds else {}
     for key, folder in (("LoRA", "lora"), ("LoRA of the peak", "lora-peak")):
-        chips |= {key: folder} if (run.path / folder).is_dir() else {}
+        chips |= {key: f"{folder}/"} if (run.path / folder).is_dir() else {}
     return chips
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ CHUNK = 8  # states of a tree that go through the networks together
 class CellOutput:
     """Pictures that a notebook shows where they are the last line of a cell."""
 
-    html: Markup = field(repr=False)  # holds the pictures, too
+    html: Markup  # holds the pictures, too
+
+    def __repr__(self) -> str:
+        return "CellOutput(a notebook shows it; .save('page.html') writes a page)"
 
     def _repr_html_(self) -> str:
         return self.html

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +38,7 @@ from flowrl.training.watch import peak_lora
 from flowrl.training.watch.guards import nothing_trained
 from flowrl.training.watch.reward_trial import NoiseWatch, try_rewards
 
+ON_SHEET = 32  # most samples on the sheet of an iteration: more would be too small to see
 ALL_DONE = "all iterations are done"  # in history.jsonl, why a run ended after its last iteration
 
 
@@ -61,6 +63,7 @@ def start(trainer: Running) -> None:
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
     if parts.lock:
         parts.lock.take()
+    read_evaluation(parts.path)  # a damaged file is refused now, not after the training
     if main:
         files.clean(parts.path, owned=True)
         write_config(parts.path, cfg)
@@ -101,9 +104,11 @@ def record(trainer: Running, it: Iteration) -> None:
     tenth = it.number * 10 // cfg.iterations > (it.number - 1) * 10 // cfg.iterations
     due = it.number == 1 or it.number % cfg.checkpoint.every == 0 or tenth
     if main and due and grids.drawable(it.shown):
-        captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
+        group = it.rollout.group[: len(it.shown)].tolist()
+        places = on_sheet(group)
+        captions = [it.batch.text[group[i]] for i in places]
         file = parts.path / "samples" / f"iteration-{it.number:06d}.png"
-        files.write(file, encoded(grids.grid(it.shown, captions)))
+        files.write(file, encoded(grids.grid(it.shown[places], captions)))
         trackers.put(parts, it.number, "samples/iteration", "Image", str(file))
     try:
         if cfg.eval.every and it.number % cfg.eval.every == 0 and it.number < cfg.iterations:
@@ -116,6 +121,13 @@ def record(trainer: Running, it: Iteration) -> None:
         # the iteration is recorded, so a signal may give up the next one
         trainer.learner.touched = False
     parts.guards(it.metrics, it.number - 1)
+
+
+def on_sheet(group: Sequence[int]) -> list[int]:
+    """Choose at most ON_SHEET samples by their place, never by their score: the first ones of each
+    prompt, equally many. group: (n,) the prompt of each sample."""
+    each = max(1, ON_SHEET // len({*group}))
+    return [i for i, prompt in enumerate(group) if group[:i].count(prompt) < each][:ON_SHEET]
 
 
 def evaluate(

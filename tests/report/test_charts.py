@@ -48,6 +48,13 @@ def test_colours_stand_out_from_panel_and_paper_and_no_text_is_small():
     assert "<text" not in drawn and ">0.5<" in drawn
 
 
+@pytest.mark.parametrize(("first", "last"), [(1, 2), (1, 3), (5, 15), (1, 200)])
+def test_an_axis_of_iterations_has_no_tick_between_them(first, last):
+    drawn = line_chart("x", [(first, 0.0), (last, 30.0)])
+    # ticks of y are 0, 10, 20, 30
+    assert not re.findall(r">\d+\.\d+<", drawn) and f">{last}<" in drawn
+
+
 @pytest.mark.parametrize(
     ("low", "high"),
     [(0.19, 0.49), (-3.0, 7.0), (1e-5, 3e-4), (0, 12345), (0.4999, 0.5001), (-1, -0.1)],

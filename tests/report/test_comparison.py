@@ -213,6 +213,14 @@ def test_what_differs_are_the_settings_that_show_prints(twelve, tmp_path):
     found = comparison.differences(compared(twelve[0], other))
     assert found["optimizer.lr"] == ["0.001", "0.01"] and found["algorithm.label"] == ["nft", "awm"]
     assert not {"seed", "output", "model.source"} & found.keys()
+    older, size = copy.deepcopy(HOW), {"height": 96, "width": 96}
+    runs = [write(tmp_path / "small", cell_of("awm", 1), how=older)]
+    runs += [write(tmp_path / "large", cell_of("awm", 2), how=older | size)]
+    config = yaml.safe_load((runs[1] / "config.yaml").read_text()) | {"eval": size}
+    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
+    assert comparison.differences(compared(*runs))["eval.height"] == ["unset", "96"]
+    said = comparison.notes(compared(*runs))[0]
+    assert "not evaluated alike" in said and "height (96, unset), width (96, unset)." in said
     assert flatten({"a": {"b": 1}, "c": {}}) == {"a.b": 1, "c": {}}
 
 

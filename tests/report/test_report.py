@@ -217,7 +217,7 @@ def test_the_folders_of_weights_are_named(run):
     (run / "lora").mkdir()
     (run / "lora-peak").mkdir()
     text = page_of(run)[1].text
-    assert "LoRA of the peak" in text and "lora-peak" in text
+    assert "LoRA of the peak" in text and "lora/" in text and "lora-peak/" in text
 
 
 def test_a_table_of_answers_pairs_rows_by_image_and_says_what_failed():

@@ -38,7 +38,9 @@ def test_a_damaged_evaluation_is_one_sentence(tmp_path, text, said):
         run_folder.read_evaluation(tmp_path)
     sentence = str(error.value)
     assert sentence.startswith(f"{tmp_path / 'evaluation.json'} was edited or damaged (")
-    assert sentence.endswith("restore it, or delete it and evaluate again: flowrl evaluate")
+    assert sentence.endswith(
+        f"restore it, or delete it and evaluate again: flowrl evaluate {tmp_path}"
+    )
     assert len(sentence) < 400
 
 

@@ -111,6 +111,31 @@ def test_samples_are_drawn_at_each_tenth_of_a_run(tmp_path):
     assert found == [f"iteration-{i:06d}.png" for i in (1, 2, 4)]
 
 
+@pytest.mark.parametrize(
+    ("group", "places"),
+    [
+        ([0, 0, 1], [0, 1, 2]),
+        (
+            [p for p in range(8) for _ in range(16)],
+            [16 * p + i for p in range(8) for i in range(4)],
+        ),
+        ([0, 1] * 30, [*range(32)]),
+        ([*range(50)], [*range(32)]),
+    ],
+    ids=["few", "groups", "in turns", "prompts"],
+)
+def test_a_sheet_has_the_first_samples_of_each_prompt(group, places):
+    assert outputs.on_sheet(group) == places
+
+
+def test_a_damaged_evaluation_is_refused_before_anything_is_trained(tmp_path):
+    made = quiet(tmp_path, iterations="2")
+    (made.path / "evaluation.json").write_text('{"rows": [1,')
+    with pytest.raises(ValueError, match=r"edited or damaged .* flowrl evaluate .*run"):
+        next(iter(made))
+    assert not (made.path / "metrics.jsonl").exists()
+
+
 def test_updates_are_optimizer_steps_on_disjoint_prompts(tmp_path):
     made = quiet(tmp_path, iterations="1", batch__prompts="4", batch__updates="2", seed="1")
     gradient, seen = made.learner.gradient, []

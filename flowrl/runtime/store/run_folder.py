@@ -100,7 +100,7 @@ def read_evaluation(run: Path) -> dict[str, Any]:
     path = run / EVALUATION
     if not path.exists():
         return {}
-    return side_files.read(path, EvaluationFile, again="evaluate again: flowrl evaluate")
+    return side_files.read(path, EvaluationFile, again=f"evaluate again: flowrl evaluate {run}")
 
 
 def read_peak(run: Path) -> dict[str, Any]:
