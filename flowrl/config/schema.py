@@ -104,7 +104,8 @@ class Config(Section):
     )
     output: Place | None = Field(None, description="Run folder; none: runs/ and the time of day.")
     trackers: list[str] = Field(
-        ["tensorboard"], description="Trackers of accelerate: tensorboard, wandb, trackio ..."
+        ["tensorboard"],
+        description="Trackers, through accelerate: tensorboard, wandb, trackio, swanlab ...",
     )
     tracking: TrackingConfig = Field(
         TrackingConfig(), description="What trackers other than tensorboard call the run."

@@ -1,4 +1,4 @@
-// Faults of the page as it is shown, a sentence each. check_pages.py's table has a page for each.
+// Faults of the page as it is shown, a sentence each. test_checks.py's table has a page for each.
 const faults = [], fault = (what, where, value) => faults.push(`${what}: ${value} (${where})`);
 const pen = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
 const colours = new Map();

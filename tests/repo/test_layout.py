@@ -298,6 +298,12 @@ def test_modules_say_what_they_are_and_their_examples_hold(package):
         assert doctest.testmod(module).failed == 0
 
 
+def test_no_two_test_files_have_one_name():
+    """pytest imports a test file by its name alone."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_test_file_that_starts_first_exists(pytestconfig):
     conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     for name in conftest.LONGEST_FIRST:
