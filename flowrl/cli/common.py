@@ -131,7 +131,8 @@ def usage_errors(command: Any) -> Iterator[None]:
         option = getattr(error, "option_name", None)
         own = [name for param in command.params for name in param.opts] if option else []
         unknown = option and option not in own  # else it lacks its value
-        said = _unknown_option(option, own) if unknown else error.format_message().rstrip(".")
+        plain = error.format_message().rstrip(".").replace("Value error, ", "")  # pydantic's words
+        said = _unknown_option(option, own) if unknown else plain
         whole = " ".join(dict.fromkeys(("flowrl", command.name)))
         if option and not unknown:
             said = f"{option} needs a value: {whole} {option} {VALUES.get(option, 'VALUE')}"

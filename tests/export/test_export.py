@@ -132,7 +132,7 @@ def test_a_card_names_the_base_model_of_the_hub(run, tmp_path, monkeypatch):
 MISTAKES = {
     "no folder": (["nowhere"], '"nowhere" is not a folder; give the folder of a run'),
     "no run": ([""], "is not a run folder: it has no config.yaml"),
-    "format": (["RUN", "--format", "a1111"], "'a1111' is not one of"),
+    "format": (["RUN", "--format", "a1111"], "'--format': 'a1111' is not one of"),
     "dtype": (["RUN", "--dtype", "fp8"], "'fp8' is not one of"),
     "checkpoint": (["RUN", "--checkpoint", "last"], "should be best or an iteration; its"),
     "iteration": (
