@@ -13,7 +13,7 @@ from flowrl.data.media import encoded
 from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
 from flowrl.policy.weights import heads
-from flowrl.policy.weights.lora import SETTINGS
+from flowrl.policy.weights.lora import write_settings
 from flowrl.report import grids
 from flowrl.report.numbers import evaluation_cells
 from flowrl.rollouts.velocity import passes
@@ -213,11 +213,9 @@ def export(parts: RunParts) -> None:
         heads.save(policy.trainable.heads, parts.path / "heads")
         if train.mode == "lora" and policy.trainable.named():
             policy.save_lora(parts.path / "lora")
-            settings = {
-                **train.lora.model_dump(exclude={"peft"}),
-                "parts": policy.trainable.part_names,
-            }
-            files.write(parts.path / "lora" / SETTINGS, json.dumps(settings))
+            write_settings(
+                parts.path / "lora", train.lora.model_dump(), policy.trainable.part_names
+            )
 
 
 def describe(trainer: Running) -> str:

@@ -178,6 +178,13 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     ([FORWARD, "diversity.features=shapes", "diversity.above=zero"], ["diversity.above=zero"]),
     ([FORWARD, "watch.patience=3"], ["watch.patience=3"]),
     ([FORWARD, "sampler.eta=0.3"], ["sampler.eta=0.3"]),
+    ([FORWARD, "optimizer.options.a=1"], ["optimizer.options.a=1"]),
+    ([FORWARD, "optimizer.name=torch.optim.Muon", "optimizer.eps=1"], ["optimizer.eps=1.0"]),
+    (["algorithm=flow_grpo", "algorithm.trust.divergence=raw"], ["algorithm.trust.divergence=raw"]),
+    (
+        ["algorithm=flow_grpo", "algorithm.trust.threshold=1e-5", "algorithm.clip=[0.1,0.1]"],
+        ["algorithm.clip=[0.1, 0.1]"],
+    ),
     (
         [FORWARD, "diversity.features=shapes", "diversity.temperature=0.5"],
         ["diversity.temperature=0.5"],
@@ -225,7 +232,8 @@ def test_every_condition_is_met_by_some_case():
         for option in part.split(", ")
     }
     all_of = {(key, c.words) for schema in SCHEMAS.values() for key, c in declared(schema)}
-    assert {words for _, words in all_of} == {words for key, words in all_of if key in met}
+    hit = [key for key, _ in all_of if any(f"{given}.".startswith(f"{key}.") for given in met)]
+    assert {words for _, words in all_of} == {words for key, words in all_of if key in hit}
 
 
 def test_a_sentence_says_what_would_give_the_options_an_effect():

@@ -278,7 +278,7 @@ def test_gradient_checkpointing_changes_no_gradient():
 
 
 def test_lora_options_are_checked():
-    with pytest.raises(ValueError, match="rank, alpha, targets and init"):
+    with pytest.raises(ValueError, match="takes rank, alpha, targets, init, peft, not"):
         tiny.policy("sd3", lora={"r": 4})
     with pytest.raises(ValueError, match='no Linear layer .* ends in "query"; .*to_q'):
         tiny.policy("sd3", lora={"rank": 2, "targets": ["query"]})

@@ -117,6 +117,12 @@ def write(file: Path, content: bytes) -> Path:
     return disk.write(file, len(head).to_bytes(8, "little") + head + content[8 + length :])
 
 
+def write_settings(folder: Path, options: Mapping[str, Any], parts: list[str]) -> None:
+    """Write the settings of exported adapters; options of peft's are in the weights."""
+    own = {name: options[name] for name in Settings.model_fields if name in options}
+    disk.write(folder / SETTINGS, json.dumps({**own, "parts": parts}))
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """Read the settings of exported adapters, in the form of load_policy(lora=...), and "parts"."""
     return side_files.read(path, Settings, again="export the LoRA again: resume its run")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from flowrl.policy.weights.lora import SETTINGS
+from flowrl.policy.weights.lora import write_settings
 from flowrl.runtime.log import logger
 from flowrl.runtime.store import checkpoint, files
 from flowrl.runtime.store.checkpoint import CheckpointError
@@ -57,5 +57,4 @@ def _export(parts: RunParts, folder: Path) -> None:
             policy.save_lora(out)
     finally:
         policy.trainable.load("default", present)
-    settings = {**parts.setup.cfg.train.lora.model_dump(), "parts": policy.trainable.part_names}
-    files.write(out / SETTINGS, json.dumps(settings))
+    write_settings(out, parts.setup.cfg.train.lora.model_dump(), policy.trainable.part_names)

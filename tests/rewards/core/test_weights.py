@@ -3,8 +3,8 @@
 import hashlib
 import logging
 import pickle
+from pathlib import Path
 
-import conftest
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -308,6 +308,12 @@ def test_prompts_that_are_all_known_are_counted_as_all(caplog, monkeypatch):
 # --- tests that need a hub
 
 
+def conftest_of(pytestconfig):
+    """The module of tests/conftest.py: other folders have files of that name."""
+    path = Path(__file__).resolve().parents[2] / "conftest.py"
+    return pytestconfig.pluginmanager.get_plugin(str(path))
+
+
 @pytest.mark.parametrize(
     ("chosen", "offline"),
     [
@@ -319,11 +325,14 @@ def test_prompts_that_are_all_known_are_counted_as_all(caplog, monkeypatch):
         ("not (hub or gpu)", "1"),
     ],
 )
-def test_only_pytest_m_hub_goes_online(chosen, offline):
-    assert conftest.offline(chosen) == offline
+def test_only_pytest_m_hub_goes_online(pytestconfig, chosen, offline):
+    assert conftest_of(pytestconfig).offline(chosen) == offline
 
 
-def test_tests_of_published_weights_are_skipped_offline_and_where_no_hub_answers(monkeypatch):
+def test_tests_of_published_weights_are_skipped_offline_and_where_no_hub_answers(
+    pytestconfig, monkeypatch
+):
+    conftest = conftest_of(pytestconfig)
     assert conftest.why_no_hub.__wrapped__() == "HF_HUB_OFFLINE is set"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert conftest.why_no_hub.__wrapped__("http://127.0.0.1:9").startswith(
