@@ -81,7 +81,19 @@ SECOND = {
     "rwr": FORWARD,
 }
 THIRD: dict[str, list[str]] = {"reinflow": [], "dsrl": [], "texforce": []}
-METHODS = FIRST | SECOND | THIRD
+# a divergence in place of the clip, and all else as in flow_grpo and in mix_grpo
+FOURTH = {
+    "flow_dppo": [
+        "algorithm.plan=full",
+        "algorithm.window.schedule=progressive",
+        "algorithm.window.size=4",
+        "algorithm.window.high=null",
+        "algorithm.kl=flow_grpo",
+        "algorithm.kl_weight=0.04",
+    ],
+    "mix_dppo": WINDOW,
+}
+METHODS = FIRST | SECOND | THIRD | FOURTH
 # Rewards with a gradient. The verifier has none: it is only read.
 PREFERENCE = ["reward=preference", "reward.preference.rounding=false", "reward.shapes.weight=0"]
 # one sample a prompt is enough for a gradient, and an update an iteration for so many
@@ -91,6 +103,7 @@ TUNING = ["data.eval=shapes:train", "eval.seed=1"]  # what chooses a setting is 
 RATES = ["1e-3", "3e-3", "1e-2"]
 LADDER = ["1e-5", "3e-5", "1e-4", "3e-4", *RATES, "3e-2", "1e-1"]  # where the best is at an edge
 CLIPS = {  # the paper's first; none: the method does not clip, or its clip cannot act
+    **dict.fromkeys(FOURTH, ("1e-5", "1e-4")),  # the divergence that takes the clip's place
     **dict.fromkeys(
         ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "tree_grpo", "tempflow_grpo"),
         ("[1e-4,1e-4]", "[1e-3,1e-3]"),
@@ -145,6 +158,21 @@ def _few_steps(method: str, counts: tuple[int, ...]) -> dict[str, Claim]:
     }
 
 
+def _samplers(counts: tuple[int, ...]) -> dict[str, Claim]:
+    """Runs of flow_grpo whose noisy steps are taken in three ways, at the noise of their papers."""
+    ways = {
+        "flow_sde": [],
+        "precise": ["algorithm.sde=precise", "sampler.eta=1.5"],
+        "cps": ["algorithm.sde=cps", "sampler.eta=0.8", "algorithm.clip=[1e-5,1e-5]"],
+    }
+    return {
+        f"noise_{way}_{t}": Claim("flow_grpo", [f"sampler.steps={t}", *words], 1 / 3)
+        for t in counts
+        for way, words in ways.items()
+    }
+
+
+NOISY = _samplers((4, 8, 16))
 READ = ["reward.preference.rounding=false"]  # the preference beside the verifier
 KL = "algorithm.kl_weight="
 KLS = ("0", "1e-4", "1e-3", "1e-2", "1", "10")
@@ -195,9 +223,10 @@ CLAIMS = {
     "nft_fifth": Claim("nft", [], 0.11),  # three iterations, a sixth of Flow-GRPO's 18
     "proxy_points": Claim("mix_grpo_flash", PROXY, 2),
     "proxy_wins": Claim("mix_grpo_flash", [*PROXY, "algorithm.outcome=win_rate"], 2),
+    **NOISY,
     **BEYOND,
 }
-SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *BEYOND)  # with three seeds
+SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *NOISY, *BEYOND)  # with three seeds
 
 
 class Search(NamedTuple):
@@ -279,7 +308,8 @@ def tuning(method: str) -> list[Cell]:
     results = [result(c) for c in cells]
     if method in CLIPS and all(results):
         best = max(results, key=climbed)
-        words = [*best["words"], f"algorithm.clip={CLIPS[method][1]}"]
+        bound = "algorithm.trust.threshold" if method in FOURTH else "algorithm.clip"
+        words = [*best["words"], f"{bound}={CLIPS[method][1]}"]
         cells.append(cell(method, words, seed=0, budget=BUDGET // 3, kind="tune"))
     return cells
 
