@@ -369,6 +369,8 @@ SHIPPED = {
     "tree_grpo": (27, 3 + 9 + 27, {"window": {"schedule": "geometric", "size": 2, "rate": 0.5}}),
     "tempflow_grpo": (54, 54, {"tree": {"children": 4, "steps": (0, 1, 2, 3)}}),
     "granular_grpo": (288, 96, {"tree": {"children": 4, "steps": (0, 1, 2, 3), "strides": (1, 2)}}),
+    "flow_dppo": (1, 3, {"trust": {"threshold": 0.02}}),
+    "mix_dppo": (1, 4, {"trust": {"threshold": 0.02}}),
     "grpo_guard": (1, 7, {}),
     "reg_grpo": (1, 7, {"ratio_eps": 0.05}),
     "prdp": (1, 49, {"beta": 0.3, "clip": 0.2}),

@@ -83,10 +83,12 @@ PAPERS = {
     ("flow_grpo", "flux.1-dev"): (6, 24, 2, 3e-4, None),
     ("flow_grpo", "wan2.1-1.3b"): (20, 4, 2, 1e-4, None),
     ("flow_grpo_fast", "sd3.5-medium"): (10, 24, 2, 3e-4, 0.8),
+    ("flow_dppo", "sd3.5-medium"): (10, None, 2, 3e-4, 0.7),
     ("grpo_guard", "sd3.5-medium"): (10, 24, 2, 1e-4, 0.7),
     ("dance_grpo", "flux.1-dev"): (16, 12, None, 3e-4, 0.3),
     ("mix_grpo", "flux.1-dev"): (25, 12, 4, None, 0.7),
     ("mix_grpo_flash", "flux.1-dev"): (25, 12, 4, None, 0.7),
+    ("mix_dppo", "flux.1-dev"): (25, 12, 4, None, 0.7),  # MixGRPO's
     ("branch_grpo", "flux.1-dev"): (20, 16, None, None, 0.3),
     ("branch_grpo_mix", "flux.1-dev"): (20, 16, None, None, 0.3),
     ("tree_grpo", "sd3.5-medium"): (10, 27, None, None, None),

@@ -81,7 +81,7 @@ def test_every_method_has_a_valid_cell_and_all_share_what_is_compared(bench):
             batch = (cfg.batch.prompts, cfg.sampler.steps)
             shared.add((cfg.model.source, *batch, *map(str, (cfg.reward, cfg.eval, cfg.ema))))
         lora.add(str(cfg.train) if method not in bench.THIRD else "")
-    assert len(shared) == 1 and len(bench.METHODS) == 26
+    assert len(shared) == 1 and len(bench.METHODS) == 28
     assert len(lora) == 2  # that of the denoiser, but where the method is to train something else
     assert set(bench.CLIPS) <= set(bench.METHODS)
 
@@ -242,7 +242,8 @@ def test_a_rate_at_the_end_of_the_ladder_is_the_last_one_tried(bench, monkeypatc
 
 def test_runs_that_set_what_tuning_chooses_are_marked_as_set_by_hand(bench):
     hand = {name for name in bench.CLAIMS if results_page.by_hand(name)}
-    assert hand == {name for name in bench.CLAIMS if name.endswith(("_few", "_many"))}
+    own = ("_few", "_many", *(f"cps_{steps}" for steps in (4, 8, 16)))
+    assert hand == {name for name in bench.CLAIMS if name.endswith(own)}
     tuned(bench, "nft")
     finish(bench, bench.claims("nft_1_steps")[0], 0.4)
     table = results_page.claims_table(

@@ -358,7 +358,9 @@ def test_pages_name_the_metrics_that_a_loss_logs_and_no_other(name):
     _, algorithm, policy, rollout, rewards, rows = example(name)
     logged = algorithm.loss(algorithm.score(policy, rollout, rows), rows).metrics
     page = PAGES[f"docs/algorithms/{name}.md"]
-    shared = set(re.findall(r"`(policy/\w+)`", OVERVIEW.split("## Metrics\n")[1].split("\n## ")[0]))
+    shared = set(
+        re.findall(r"`((?:policy|trust)/\w+)`", OVERVIEW.split("## Metrics\n")[1].split("\n## ")[0])
+    )
     own = set(re.findall(r"^\| `(policy/\w+)` \|", page, re.M))
     assert own <= logged.keys() <= own | shared and not own & shared
     forks = {name.split("/")[1] for name in algorithm.observe(rollout, rewards)}

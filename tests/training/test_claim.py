@@ -68,7 +68,7 @@ def test_every_method_goes_by_its_own_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", os.environ.copy())  # trackers name their folders there
     running, names = small.trainer("any"), options("algorithm")
-    assert len(names) == 30
+    assert len(names) >= 32
     for name in names:
         cfg = load_config(None, [f"algorithm={name}"])
         with claimed(cfg, None, ALONE) as (folder, _):
