@@ -1,0 +1,70 @@
+"""Data for the supervised runs of algorithms.py, drawn from the embedded model itself.
+
+    python scripts/bench/own_data.py            build/bench/best/ and build/bench/pairs.jsonl
+
+16 samples of each of 256 training prompts are scored by the shapes verifier. best/ holds the best
+tenth of all samples with their prompts, for algorithm=sft; pairs.jsonl has of each prompt a sample
+that is right in every clause and one that is not, for algorithm=dpo. The samples are a function of
+the seed, so the folder is not committed. They cost PROMPTS * EACH * STEPS network rows.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torchvision.io import write_png
+
+import flowrl
+from flowrl.data.prompts import load_prompts, select
+from flowrl.types import MediaContext
+
+FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
+PROMPTS, EACH, STEPS, SEED = 256, 16, 8, 7
+BEST = 0.1  # share of all samples
+
+
+def main() -> None:
+    (FOLDER / "best").mkdir(parents=True, exist_ok=True)
+    found = load_prompts("shapes:train")
+    every = torch.arange(0, len(found), len(found) // PROMPTS)[:PROMPTS]
+    rows = [found[i] for i in every.repeat_interleave(EACH)]
+    policy = flowrl.load_policy("shapes-sd3")
+    media = flowrl.generate(
+        policy, rows, steps=STEPS, guidance="none", seed=SEED, solver="dpm2", micro=128, decode=128
+    )
+    batch = select(rows, torch.arange(len(rows)))
+    context = MediaContext(meta=batch.meta)
+    strict, share = (
+        flowrl.score(media, batch.text, {"shapes": {"weight": 1.0, **how}}, context=context).total
+        for how in ({"reading": "strict"}, {})
+    )
+    files = [f"{i:05d}.png" for i in range(len(rows))]
+    # a third is right in every clause: chance decides which of them, so that no prompt is preferred
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED))
+    ranked = order[share[order].argsort(descending=True, stable=True)]
+    best = ranked[: int(BEST * len(rows))].sort().values
+    pairs, needed = [], set(best.tolist())
+    for first in range(0, len(rows), EACH):
+        right = strict[first : first + EACH]
+        if 0 < right.sum() < EACH:
+            good, bad = first + int(right.argmax()), first + int(right.argmin())
+            needed |= {good, bad}
+            names = {"chosen": f"best/{files[good]}", "rejected": f"best/{files[bad]}"}
+            pairs.append(rows[first] | names)
+    for i in sorted(needed):
+        write_png((media[i] * 255).round().byte(), str(FOLDER / "best" / files[i]), 6)
+    listed = [rows[i] | {"file_name": files[i]} for i in best.tolist()]
+    write(FOLDER / "best" / "metadata.jsonl", listed)
+    write(FOLDER / "pairs.jsonl", pairs)
+    print(f"strict {strict.mean():.3f} of {len(rows)} samples, {strict[best].mean():.3f} of the")
+    print(f"{len(best)} best; {len(pairs)} pairs; {PROMPTS * EACH * STEPS:,} network rows")
+
+
+def write(path: Path, entries: list[dict]) -> None:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+if __name__ == "__main__":
+    main()
