@@ -112,6 +112,8 @@ class Plan:
     dpm_from: float = 1.0
     # roots that share x_T: none ("sample"), those of one prompt ("group"), all ("batch")
     init: Literal["sample", "group", "batch"] = "sample"
+    # share r of a root's own noise in its x_T, sqrt(1 - r^2) shared + r own; None: all is its own
+    spread: float | None = None
     sigma_cap: float | None = None  # stands in for a first sigma of 1 in Flow-SDE
     # BranchGRPO's s, for correlated siblings; None: siblings are independent
     correlation: float | None = None

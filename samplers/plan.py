@@ -134,6 +134,15 @@ def ode(
     return dataclasses.replace(plan, trained=torch.arange(edges.steps) == kept)
 
 
+def neighbours(sigmas: Tensor, *, spread: float) -> Plan:
+    """Neighbor GRPO: Euler steps without noise, all stored for the loss; the samples of a prompt
+    start at sqrt(1 - spread^2) e + spread e_i, where they share e."""
+    edges = PlanBuilder(sigmas, 0.0, "flow_sde", "sample")
+    edges.chain(-1, range(edges.steps))
+    plan = edges.build(solver="euler", spread=spread)
+    return dataclasses.replace(plan, trained=torch.ones(edges.steps, dtype=torch.bool))
+
+
 def window(
     sigmas: Tensor,
     *,

@@ -8,6 +8,7 @@ prediction made at a node is the solver history that its children inherit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -91,6 +92,9 @@ class Forest:
         plan, names = self.plan, self.names
         first, place = distinct(names.root.flatten())
         x = self.noise(names.noise_root.flatten()[first]).float()
+        if (r := plan.spread) is not None:
+            shared = self.noise(names.noise_shared.flatten()[first]).float()
+            x = math.sqrt(1 - r * r) * shared + r * x
         x = x if init is None else init(x, rows=rows[first // plan.roots]).float()
         top = plan.parent < 0
         at_root = torch.zeros(plan.roots, dtype=torch.float64)

@@ -83,6 +83,8 @@ def _replayed(size: int, name: str, needs: frozenset[str]) -> str:
     what = "reads the log-probs of denoising steps, which are not kept"
     if "reward" in needs:
         what = "climbs rewards of new samples"
+    elif "states" in needs:
+        what = "reads the states of denoising steps, which are not kept"
     elif "start" in needs:
         what = "trains the initial noise, which is not kept"
     return (
@@ -184,7 +186,7 @@ def _files(files: Sequence[Any], dataset: Any, needs: frozenset[str], mode: str,
         if dataset
         else 'a prompt with a "reference" adds an image from a file'
     )
-    if needs & {"log_prob", "reward", "start"}:
+    if needs & {"log_prob", "reward", "start", "states"}:
         return (
             f"{what}, which have no denoising steps to train; use a method on the forward process,"
             " as algorithm=nft or dpo"
@@ -247,7 +249,7 @@ RULES = (
         "sampler.rlg={sampler.rlg:g} samples from another distribution than the one whose"
         " denoising steps {algorithm.label} trains; use a method on finished samples, as"
         " algorithm=nft, or sampler.rlg=1",
-        when=lambda rlg, needs: rlg != 1 and needs & {"log_prob", "reward"},
+        when=lambda rlg, needs: rlg != 1 and needs & {"log_prob", "reward", "states"},
     ),
     Rule(("diversity", "method.needs"), _rewritten),
     Rule(

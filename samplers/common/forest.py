@@ -63,6 +63,8 @@ class NodeKeys:
             shared = torch.full_like(prompt_keys, shared_key)
             base = prompt_keys if plan.init == "group" else shared
             self.noise_root = key("x_T", base[:, None]).expand(-1, plan.roots)
+        # the part of x_T that the roots of one prompt share, with plan.spread
+        self.noise_shared = key("x_T", prompt_keys[:, None]).expand(-1, plan.roots)
         self.root = key(self.noise_root, rows[:, None], prompt_keys[:, None])
 
         way, flow, anchor = spell(plan)

@@ -103,7 +103,7 @@ FURTHER = [  # of a start: over words, and over what they name
     (f"{CLIMBED} model.offload=all", "model.offload=all: the gradient of a reward"),
     *(
         (f"algorithm={name} sampler.rlg=2", "sampler.rlg=2 samples from another distribution")
-        for name in ("flow_grpo", "prdp", "draft")
+        for name in ("flow_grpo", "prdp", "draft", "neighbor_grpo")
     ),
     # which prompts
     ("data.sampler=bandit algorithm=draft", "this method has none; use bayes"),
@@ -120,6 +120,9 @@ FURTHER = [  # of a start: over words, and over what they name
     # old samples
     ("replay.size=2 algorithm=flow_grpo", "algorithm=flow_grpo reads the log-probs of denoising"),
     ("replay.size=2 algorithm=prdp", "algorithm=prdp reads the log-probs of denoising steps"),
+    ("replay.size=2 algorithm=neighbor_grpo", "reads the states of denoising steps"),
+    ("algorithm=neighbor_grpo sampler.init_noise=group", "algorithm.spread says how; use sampler"),
+    ("algorithm=neighbor_grpo algorithm.anchors=13", "and batch.group=12; choose at most as many"),
     ("replay.size=2 algorithm=draft", "algorithm=draft climbs rewards of new samples"),
     ("replay.size=2 replay.taper=1.5", "replay.taper"),
     ("replay.size=2 replay.share=0", "replay.share"),

@@ -169,7 +169,7 @@ class Algorithm:
 
     Config: ClassVar[type[Options]] = Options
     # needs of the loss from rollout and policy, a subset of "log_prob" | "leaves" | "reference" |
-    # "old" | "anchor" | "reward" | "start"
+    # "old" | "anchor" | "reward" | "start" | "states"
     needs: frozenset[str] = frozenset()
     # rows that one term of the loss joins; for "sample" and "group": those with equal column "unit"
     couples: Literal["row", "sample", "group"] = "row"
