@@ -30,6 +30,7 @@ from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as continue_run
 from flowrl.training.run import run_to_the_end, stop_rule
 from flowrl.training.update import Learner, climbed_terms
+from flowrl.training.watch.one_view import OneView
 from flowrl.training.watch.reward_trial import NoiseWatch
 from flowrl.training.winner_gain import winner_gain
 from flowrl.types import Columns, Rewards, brief
@@ -198,6 +199,8 @@ class Trainer:
         found: list[Observer] = []
         if self.noise_watch.noise:
             found.append(self.noise_watch)
+        if "old" in self.views:
+            found.append(OneView(self.learner))
         if self.cfg.train.mode == "lora" or "reference" in self.algorithm.needs:
             found.append(partial(winner_gain, self.learner))
         if self.cfg.watch.held_out is not None or self.cfg.watch.detectors:

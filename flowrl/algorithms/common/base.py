@@ -332,11 +332,15 @@ def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutp
 
 
 def checked_loss(algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-    """The algorithm's loss; ValueError where it is not one number with a gradient."""
+    """The algorithm's loss, with policy/old_deviation where the old policy was compared; ValueError
+    where it is not one number with a gradient."""
     out: Any = algorithm.loss(scores, batch)
     loss = getattr(out, "loss", out)
     shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
     if isinstance(out, LossOutput) and shape == " of shape ()" and loss.requires_grad:
+        if "old_deviation" in scores:  # one place for every method that reads the old policy
+            far = (batch.weight * scores["old_deviation"].detach()).sum()
+            out.metrics["policy/old_deviation"] = far
         return out
     raise ValueError(
         f"{type(algorithm).__name__}.loss returned a {type(out).__name__}{shape}, and not a"

@@ -252,15 +252,20 @@ class ForwardMethod(base.Anchored):
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
-        """The scores of `compared`, and kl (n,), the mean square distance to the reference, where
-        kl_weight is above 0."""
+        """The scores of `compared`; kl (n,), the mean square distance to the reference, where
+        kl_weight is above 0; old_deviation (n,), that to the old policy, where it is read."""
         rows = self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)
 
-        def other(view: str, guidance: float | str = "none") -> Tensor:
-            return self.other(policy, view, rollout, batch, rows.x, v, guidance)
+        deviation: dict[str, Tensor] = {}
 
-        scores = self.compared(rows, v, other)
+        def other(view: str, guidance: float | str = "none") -> Tensor:
+            found = self.other(policy, view, rollout, batch, rows.x, v, guidance)
+            if view == "old":
+                deviation["old_deviation"] = distance(v.detach(), found)
+            return found
+
+        scores = self.compared(rows, v, other) | deviation
         if self.config.kl_weight and "kl" not in scores:
             scores["kl"] = distance(v, other(self.anchor, self.reference_guidance))
         return scores
