@@ -22,7 +22,7 @@ from flowrl.config.schema import Config, options_of
 from flowrl.data import conditions
 from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
-from flowrl.data.scored_folder import list_of
+from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy, load_policy
 from flowrl.policy.generator import GeneratorPolicy
 from flowrl.policy.load import call_options
@@ -170,7 +170,7 @@ def _texts(cfg: Config, live: Live) -> list[str]:
     if live.prompts is not None:
         found = live.prompts
     elif data.offline:
-        found = data_prompts.load_prompts(str(list_of(Path(data.offline))))
+        found = load_dataset(data.offline).prompts
     else:
         source = data.eval if registry.is_live(data.train) else data.train
         found = data_prompts.load_prompts(str(source), data.columns)

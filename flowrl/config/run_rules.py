@@ -259,10 +259,10 @@ RULES = (
         when=lambda mode, needs: mode != "once" and "reward" in needs,
     ),
     Rule(
-        ("batch.group", "method.needs"),
+        ("batch.group", "method.needs", "algorithm.name"),
         "{0}: an advantage is a reward minus its group's mean, which is 0 for a single sample; use"
         " at least 2",
-        when=lambda group, needs: group == 1 and "reward" not in needs,
+        when=lambda group, needs, name: group == 1 and "reward" not in needs and name != "sft",
     ),
     Rule(
         ("stop.kl", "method.config"),
@@ -321,6 +321,12 @@ RULES = (
         when=lambda label, detectors, files: (label or detectors) and files,
     ),
     Rule(("files", "dataset", "method.needs", "draw.mode", "rewards.needs"), _files),
+    Rule(
+        ("dataset", "algorithm.name"),
+        "data.offline holds media without scores, and {algorithm.label} compares samples by their"
+        " scores; use algorithm=sft, or score them with `flowrl score` first",
+        when=lambda data, name: data and data.kind == "media" and name != "sft",
+    ),
     Rule(
         ("dataset", "prompts"),
         "data.offline holds a single image of every prompt, whose advantage is 0; score several of"

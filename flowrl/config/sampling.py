@@ -12,6 +12,8 @@ from flowrl.config.section import Guidance, NotNamed, Place, Section, Seed
 from flowrl.runtime import registry
 from flowrl.runtime.rule import read_above, read_when, read_with
 
+Crop = Literal["none", "center"]
+
 
 class ModelConfig(Section):
     source: Place = Field(
@@ -172,7 +174,15 @@ class DataConfig(Section):
     offline: Place | None = Field(
         None,
         description=(
-            "Folder of `flowrl score` to train on, in place of rollouts; its prompts replace train."
+            "Files to train on in place of rollouts, whose prompts replace train: a folder of"
+            " `flowrl score`, media with their prompts (sft), or preference pairs (dpo)."
+        ),
+    )
+    crop: Annotated[Crop, read_with("data.offline")] = Field(
+        "none",
+        description=(
+            "What happens to files of another size than the model's: they are refused, or resized"
+            " and cropped to their middle (center)."
         ),
     )
 

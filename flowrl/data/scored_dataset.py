@@ -1,4 +1,5 @@
-"""A folder of `flowrl score` as the dataset of a run: images, prompts and their scores."""
+"""Files as the dataset of a run, in place of samples: a folder of `flowrl score`, media with their
+prompts, or pairs (supervised.py)."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from flowrl.data import supervised
 from flowrl.data.prompts import Prompts
 from flowrl.data.samples import meta_of, read_list
 from flowrl.data.scored_folder import list_of
@@ -31,17 +33,18 @@ class ScoredImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """A scored folder, sorted by prompt."""
+    """A scored folder, sorted by prompt, or rows of media or of pairs, in the order of the list."""
 
-    prompts: Prompts  # distinct texts, with the meta on which all lines of a text agree
-    items: list[list[ScoredImage]]  # scored images of each prompt
-    weights: dict[str, float]  # reward -> its weight in every total
+    prompts: Prompts  # distinct texts, with the meta on which all lines agree; or one of each row
+    items: list[list[ScoredImage]]  # images of each prompt; the two of a pair
+    weights: dict[str, float]  # reward -> its weight in every total; empty without scores
+    kind: Literal["scored", "media", "pairs"] = "scored"
 
     @property
     def singles(self) -> int:
         """Prompts with a single item, whose advantage is 0 in every method that compares within
         groups."""
-        return sum(len(items) == 1 for items in self.items)
+        return self.kind == "scored" and sum(len(items) == 1 for items in self.items)
 
     @property
     def paths(self) -> list[Path]:
@@ -50,13 +53,15 @@ class Dataset:
 
 def load(folder: str | Path) -> Dataset:
     """Read FOLDER/scores.jsonl, which names files in the folder, or the .jsonl list given, whose
-    files may be anywhere.
+    files may be anywhere; or media and pairs in one of the layouts of supervised.py.
 
     A prompt's meta holds the values on which all its lines agree. A list without "scores" has one,
     "total", of weight 1. A missing list or image, a broken or repeated line, a number that is not
     finite, or other rewards than in the first line -> ValueError that names file and line.
     """
     path = list_of(located(folder))
+    if supervised.is_supervised(located(folder)):
+        return of_rows(located(folder))
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist{nearby(path)}; `flowrl score MEDIA... --prompt TEXT --reward"
@@ -75,6 +80,23 @@ def load(folder: str | Path) -> Dataset:
         items=list(items.values()),
         weights=lines[0][2],
     )
+
+
+def of_rows(path: Path) -> Dataset:
+    """Read media or pairs: each row is a prompt of its own, so that an epoch has each once."""
+    kind, found = supervised.read(path)
+    prompts: Prompts = []
+    items: list[list[ScoredImage]] = []
+    for row in found:
+        totals = (row.label, 1 - row.label)[: len(row.files)]
+        for number in range(row.repeats):
+            prompts.append({"prompt": row.prompt, **row.meta})
+            names = [f"{number}:{os.path.relpath(file, path.parent)}" for file in row.files]
+            each = zip(row.files, names, totals, strict=True)
+            items.append(
+                [ScoredImage(path=p, file=n, total=total, scores={}) for p, n, total in each]
+            )
+    return Dataset(prompts=prompts, items=items, weights={}, kind=kind)
 
 
 def _lines(

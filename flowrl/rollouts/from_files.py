@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torchvision.transforms.v2.functional import center_crop, resize
 
+from flowrl.config.sampling import Crop
 from flowrl.data import conditions
-from flowrl.data.media import image_size, media_kind, read_image
+from flowrl.data.media import has_frames, image_size, media_kind, read_frames, read_image
 from flowrl.data.prompts import reference_of, select
 from flowrl.data.scored_dataset import ScoredImage, gather
 from flowrl.policy import Policy
@@ -39,39 +41,62 @@ def media_shape(policy: Policy) -> tuple[int, ...]:
         )
 
 
-def check(policy: Policy, paths: Iterable[Path]) -> None:
-    """Check at start-up that every file is an image of the size that the policy makes, by its
-    header; raise ValueError that names one which is not."""
+def check(policy: Policy, paths: Iterable[Path], crop: Crop = "none") -> None:
+    """Check at start-up, by their headers, that the model makes what every file holds; raise
+    ValueError that names one which does not fit."""
     shape = media_shape(policy)
+    kind = media_kind((1, *shape))
     for path in paths:
-        width, height = image_size(path)
-        _check_shape(path, (3, height, width), shape)
+        if kind == "arrays" or has_frames(path) != (kind == "videos"):
+            found = "a video" if has_frames(path) else "an image"
+            axes = " (frames, channels, height, width)" if kind == "videos" else ""
+            raise ValueError(
+                f"{path} is {found}, but the model makes {kind} of shape {shape}{axes}"
+            )
+        if kind == "images" and crop == "none":
+            width, height = image_size(path)
+            _check_shape(path, (3, height, width), shape)
 
 
 def _check_shape(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if (kind := media_kind((1, *shape))) != "images":
-        axes = " (frames, channels, height, width)" if kind == "videos" else ""
-        raise ValueError(f"{path} is an image, but the model makes {kind} of shape {shape}{axes}")
     if found != shape:
-        size, expected = (f"{width}x{height}" for _, height, width in (found, shape))
+        size, expected = (f"{s[-1]}x{s[-2]}" for s in (found, shape))
         raise ValueError(
-            f"{path} is {size} pixels, but the model makes {expected}; resize the image, or set"
-            " model.pipeline.height and width"
+            f"{path} is {size} pixels, but the model makes {expected}; resize it, set"
+            " data.crop=center, or set model.pipeline.height and width"
         )
+
+
+def read_fitting(path: Path, shape: tuple[int, ...], crop: Crop) -> Tensor:
+    """Read a file as media of this shape. A video gives its first frames, and one with fewer is
+    refused. crop="center": the file is resized until it covers the shape, and its middle taken."""
+    if len(shape) == 3:
+        media = read_image(path)
+    elif len(media := read_frames(path)[: shape[0]]) < shape[0]:
+        raise ValueError(
+            f"{path} has {len(media)} frames, but the model makes {shape[0]}; leave it out, or set"
+            f" model.pipeline.num_frames to at most {len(media)}"
+        )
+    wanted = shape[-2:]
+    if crop == "center" and media.shape[-2:] != wanted:
+        sides = list(zip(media.shape[-2:], wanted, strict=True))
+        scale = max(own / side for side, own in sides)
+        size = [max(round(side * scale), own) for side, own in sides]
+        media = center_crop(resize(media, size, antialias=True), list(wanted)).clamp(0, 1)
+    _check_shape(path, tuple(media.shape), shape)
+    return media
 
 
 @torch.no_grad()
 def _encoded(
-    policy: Policy, paths: Sequence[Path], decode: int
+    policy: Policy, paths: Sequence[Path], decode: int, crop: Crop = "none"
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows of paths, media (n, 3, H, W), x0 (n, *L) fp32) in chunks of n <= decode, encoded
+    """Yield (rows of paths, media (n, *D), x0 (n, *L) fp32) in chunks of n <= decode, encoded
     outside autocast, as media are decoded."""
     shape = media_shape(policy)
     for start in range(0, len(paths), decode):
         rows = slice(start, min(start + decode, len(paths)))
-        pictures = {path: read_image(path) for path in paths[rows]}
-        for path, picture in pictures.items():
-            _check_shape(path, tuple(picture.shape), shape)
+        pictures = {path: read_fitting(path, shape, crop) for path in paths[rows]}
         media = torch.stack([pictures[path] for path in paths[rows]]).to(policy.device)
         with torch.autocast(policy.device.type, enabled=False):
             x0 = policy.encode_media(media).float()
@@ -88,21 +113,28 @@ def rollout(
     *,
     weights: dict[str, float],
     decode: int = 32,
+    crop: Crop = "none",
+    dropout: bool = False,
 ) -> tuple[Rollout, Rewards]:
     """Make a rollout of files, and their rewards as the folder states them.
 
-    items: the files of each prompt, by `gather`. plan: gives the noise levels.
+    items: the files of each prompt, by `gather`. plan: gives the noise levels. dropout: cond gets a
+    second row of each prompt, P further on, with the same conditions and an empty text.
 
     A leaf's key is a function of its file's name and prompt, so that what a loss draws for it
     depends on neither batch nor process.
     """
     # Files of all prompts in one list, each with the place of its prompt.
     flat = [(row, item) for row, group in enumerate(items) for item in group]
-    x0 = torch.cat([x0 for _, _, x0 in _encoded(policy, [item.path for _, item in flat], decode)])
+    paths = [item.path for _, item in flat]
+    x0 = torch.cat([x0 for _, _, x0 in _encoded(policy, paths, decode, crop)])
     device = x0.device
     group = torch.tensor([row for row, _ in flat], device=device)
     names = [keys.key("offline", item.file, batch.text[row]) for row, item in flat]
-    cond = policy.encode(batch.text, conditions.of(batch.meta))
+    texts, metas = list(batch.text), list(batch.meta)
+    if dropout:
+        texts, metas = texts + [""] * len(texts), metas * 2
+    cond = policy.encode(texts, conditions.of(metas))
     made = of_leaves(x0, torch.tensor(names, device=device), group, plan, cond)
     raw = {
         label: torch.tensor(
@@ -179,7 +211,14 @@ def read(source: Source, iteration: int, plan: Plan, ids: Tensor) -> Drawn:
     items = gather(dataset, batch, cfg.batch.group, seed=cfg.seed, iteration=iteration)
     with source.ledger.phase("rollout"), source.autocast():
         made, rewards = rollout(
-            source.policy, batch, items, plan, weights=dataset.weights, decode=cfg.batch.decode
+            source.policy,
+            batch,
+            items,
+            plan,
+            weights=dataset.weights,
+            decode=cfg.batch.decode,
+            crop=cfg.data.crop,
+            dropout=bool(cfg.algorithm.get("prompt_dropout")),
         )
     return Drawn(batch=batch, rollout=made, rewards=rewards, shown=torch.empty(0))
 

@@ -99,7 +99,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     setup = set_up(cfg, algorithm, policy)
     facts.learn(plan=setup.plan, policy=policy)
     if facts["files"]:
-        from_files.check(policy, facts["files"])
+        from_files.check(policy, facts["files"], cfg.data.crop)
     warn(cfg, policy, facts.warnings(), (prompts, held_out))
 
     # in full mode this makes weights fp32; references kept here would keep split weights whole

@@ -88,6 +88,7 @@ PAPERS = {
     ("dance_grpo", "flux.1-dev"): (16, 12, None, 3e-4, 0.3),
     ("mix_grpo", "flux.1-dev"): (25, 12, 4, None, 0.7),
     ("mix_grpo_flash", "flux.1-dev"): (25, 12, 4, None, 0.7),
+    ("sft", "sd3.5-medium"): (None, 1, 1, 3e-4, None),
     ("neighbor_grpo", "flux.1-dev"): (None, 12, None, None, None),
     ("mix_dppo", "flux.1-dev"): (25, 12, 4, None, 0.7),  # MixGRPO's
     ("branch_grpo", "flux.1-dev"): (20, 16, None, None, 0.3),

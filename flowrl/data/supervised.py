@@ -1,0 +1,166 @@
+"""Media and preference pairs of a user's own: the layouts in which people keep them.
+
+A media row has a file and its prompt, a pair row a prompt and two files, one of which is preferred.
+Rows come from a list (.jsonl, .json, .csv, .tsv, .parquet), from a folder's metadata.jsonl, .csv or
+.parquet, or from a folder in which each file has a .txt of the same name. The names of columns are
+those of diffusers' imagefolder, Flow-Factory's lists, HPDv3 and verl-omni.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flowrl.data import conditions, tables
+from flowrl.data.media import MEDIA_SUFFIXES
+from flowrl.data.samples import OWN_LISTS
+from flowrl.runtime.paths import located, nearby
+from flowrl.runtime.text import listed
+
+TEXTS = ("prompt", "text", "caption")  # columns that hold the prompt, the first that is there
+FILES = ("file", "file_name", "target", "media", "video", "image")  # those that hold the file
+PAIRS = (("chosen", "rejected"), ("path1", "path2"), ("img_win", "img_lose"))
+LABELS = (0.0, 0.5, 1.0)  # shares of raters who prefer the first file of a pair
+NESTED = ("input", "supervision")  # objects of Flow-Factory's rows, whose columns are the row's
+OWN = ("label", "repeats", "type", "schema_version")  # columns that are read here, not by rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedRow:
+    """One row: a file with its prompt, or two files to compare."""
+
+    where: str  # file and line, for errors
+    prompt: str  # may be empty: the unconditional prompt
+    files: tuple[Path, ...]  # one, or the preferred one and the other
+    label: float  # share of raters who prefer the first; 1 for a single file
+    repeats: int  # how often an epoch has the row
+    meta: dict[str, Any]  # conditions of the prompt, and what rewards may read
+
+
+def is_supervised(path: Path) -> bool:
+    """Whether a list or folder holds rows of media or pairs, and no scores."""
+    if path.is_dir():
+        return not (path / OWN_LISTS[0]).is_file()
+    return path.is_file() and "total" not in tables.rows(path)[1][0][1]
+
+
+def read(path: Path) -> tuple[Literal["media", "pairs"], list[SupervisedRow]]:
+    """Read all rows -> (what they are, rows). ValueError that names file and row for a row without
+    a file, a file that is not there, a pair of equal files, a label that is none of LABELS, or a
+    list that has rows of both kinds."""
+    found = [row_of(where, entry, folder) for where, entry, folder in entries(path)]
+    kinds = {len(row.files) for row in found}
+    if len(kinds) > 1:
+        other = next(row for row in found if len(row.files) != len(found[0].files))
+        raise ValueError(
+            f"{found[0].where} has {len(found[0].files)} file and {other.where} {len(other.files)};"
+            " keep demonstrations and pairs in lists of their own"
+        )
+    return ("media" if kinds == {1} else "pairs"), found
+
+
+def entries(path: Path) -> list[tuple[str, dict[str, Any], Path]]:
+    """(where, row, folder of its files) of each row of a list or folder."""
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist{nearby(path)}; give a folder of media with a metadata.jsonl, or"
+            " a list of files with their prompts"
+        )
+    if path.is_dir():
+        listing = next((path / n for n in OWN_LISTS[1:] if (path / n).is_file()), None)
+        if listing is None:
+            return beside(path)
+        path = listing
+    return [
+        (where.removeprefix("prompt file "), dict(row), path.parent) for where, row in rows(path)
+    ]
+
+
+def rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """Rows of a list, whatever its form; ValueError for a line that has no columns."""
+    form, found = tables.rows(path)
+    for where, row in found:
+        if form == "plain" or not isinstance(row, Mapping):
+            raise ValueError(
+                f'{where} names no file; a row is {{"file_name": "a.png", "prompt": "..."}}, or'
+                ' {"prompt": "...", "chosen": "a.png", "rejected": "b.png"}'
+            )
+    return found
+
+
+def beside(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:
+    """Rows of a folder in which each file has a .txt of its name, the prompt."""
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in MEDIA_SUFFIXES)
+    without = [str(p.relative_to(folder)) for p in files if not p.with_suffix(".txt").is_file()]
+    if not files or without:
+        what = f"of {len(files)} files lack one: {listed(without)}" if files else "it holds none"
+        raise ValueError(
+            f"{folder} has no {' or '.join(OWN_LISTS[1:])}, and then each image or video needs a"
+            f" .txt of its name with the prompt; {what}"
+        )
+    return [
+        (
+            str(p),
+            {"file": p.name, "prompt": p.with_suffix(".txt").read_text("utf-8-sig").strip()},
+            p.parent,
+        )
+        for p in files
+    ]
+
+
+def row_of(where: str, entry: dict[str, Any], folder: Path) -> SupervisedRow:
+    """Check a row."""
+    for name in NESTED:
+        if isinstance(entry.get(name), Mapping):
+            entry |= entry.pop(name)
+    text = next((entry.pop(name) for name in TEXTS if name in entry), None)
+    if not isinstance(text, str):
+        raise ValueError(f"{where} needs a prompt, a text in a column {', '.join(TEXTS)}")
+    names = next((pair for pair in PAIRS if pair[0] in entry and pair[1] in entry), None)
+    names = names or next(((name,) for name in FILES if entry.get(name)), ())
+    if not names:
+        raise ValueError(
+            f"{where} names no file; give it in a column {', '.join(FILES)}, or a pair in"
+            f" {', '.join('+'.join(pair) for pair in PAIRS)}"
+        )
+    files = tuple(file_of(where, name, entry.pop(name), folder) for name in names)
+    if len(files) == 2 and same(*files):
+        raise ValueError(f"{where} prefers {files[0].name} to {files[1].name}, which is the same")
+    label, repeats = entry.get("label", 1.0), entry.get("repeats", 1)
+    if len(files) == 2 and label not in LABELS:
+        raise ValueError(
+            f"{where} has label={label!r}, the share of raters who prefer the first file; it is 1,"
+            " 0, or 0.5 for a tie"
+        )
+    if not isinstance(repeats, int) or repeats < 1:
+        raise ValueError(f"{where} has repeats={repeats!r}, which is a count from 1")
+    meta = {key: value for key, value in entry.items() if key not in OWN}
+    meta = conditions.check_entry({"prompt": text, **meta}, where, folder)
+    meta.pop("prompt")
+    share = float(label) if len(files) == 2 else 1.0
+    return SupervisedRow(
+        where=where, prompt=text, files=files, label=share, repeats=repeats, meta=meta
+    )
+
+
+def file_of(where: str, name: str, value: Any, folder: Path) -> Path:
+    """The file that a cell names, from the folder of the list."""
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{where} has {name}={value!r}, which should be the path of a file")
+    path = located(value, folder)
+    if not path.is_file():
+        raise ValueError(f"{where} names {path}, which does not exist{nearby(path)}")
+    return path
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether two files hold the same bytes."""
+    if one.resolve() == other.resolve():
+        return True
+    if one.stat().st_size != other.stat().st_size:
+        return False
+    first, second = (hashlib.sha256(path.read_bytes()).digest() for path in (one, other))
+    return first == second

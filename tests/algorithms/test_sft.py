@@ -1,0 +1,122 @@
+"""Supervised fine-tuning: its gradient by hand, what it equals, and a run on files."""
+
+import json
+
+import pytest
+import small
+import torch
+from torchvision.io import write_png
+from toy import Fixed, ToyPolicy, noised, roll_out, slope
+
+from flowrl.algorithms import raft, sft
+from flowrl.config.load import load_config
+from flowrl.runtime.store import files as disk
+from flowrl.types import Advantages, Columns
+
+
+def make(**options):
+    return sft.ALGORITHM(sft.ALGORITHM.Config(**options))
+
+
+def ones(rollout):
+    return Advantages(leaf=torch.ones(len(rollout.leaf)))
+
+
+def test_the_gradient_by_hand_is_twice_the_error_over_dims():
+    algorithm = make(prompt_dropout=0)
+    rollout = roll_out(ToyPolicy(0.1), algorithm)
+    rows = algorithm.columns(rollout, ones(rollout), seed=0, iteration=0)
+    *_, u = noised(rollout, rows)
+    v = torch.randn(len(rows), 2, requires_grad=True)
+    torch.testing.assert_close(slope(algorithm, Fixed(v), rollout, rows), 2 * (v - u).detach() / 2)
+
+
+def test_it_is_raft_with_every_sample_kept():
+    class SFT(raft.RAFT):
+        """Draws of levels and noise belong to a method's name."""
+
+    own, other = make(prompt_dropout=0), SFT(raft.ALGORITHM.Config(top=8))
+    rollout, policy = roll_out(ToyPolicy(0.1), own), ToyPolicy(0.3)
+    rows = own.columns(rollout, ones(rollout), seed=0, iteration=0)
+    ranked = Advantages(leaf=torch.linspace(-1, 1, len(rollout.leaf)))
+    same = other.columns(rollout, ranked, seed=0, iteration=0)
+    order = same.state.argsort()
+    losses = [
+        method.loss(method.score(policy, rollout, batch), batch).loss.item()
+        for method, batch in ((own, rows), (other, Columns(same.data)[order]))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_share_of_the_samples_reads_the_empty_prompts_row():
+    algorithm = make(prompt_dropout=0.25)
+    rollout = roll_out(ToyPolicy(0.1), algorithm, copies=400)
+    rows = algorithm.columns(rollout, ones(rollout), seed=0, iteration=0)
+    dropped = rows.text != rows.prompt
+    assert float(dropped.float().mean()) == pytest.approx(0.25, abs=0.04)
+    assert bool((rows.text[dropped] == rows.prompt[dropped] + 3).all())
+    again = algorithm.columns(rollout, ones(rollout), seed=0, iteration=1)
+    assert not torch.equal(again.text, rows.text)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures of the embedded model's size with their prompts, and pairs of them."""
+    place = tmp_path_factory.mktemp("media")
+    rows = []
+    for i in range(6):
+        picture = torch.full((3, 64, 64), 30 * i, dtype=torch.uint8)
+        write_png(picture, str(place / f"{i}.png"))
+        rows.append({"file_name": f"{i}.png", "text": "a red circle" if i % 2 else "a square"})
+    disk.write(place / "metadata.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
+    pairs = [
+        {"prompt": "a red circle", "chosen": f"{i}.png", "rejected": f"{i + 1}.png"}
+        for i in range(5)
+    ]
+    disk.write(place / "pairs.jsonl", "".join(json.dumps(row) + "\n" for row in pairs).encode())
+    return place
+
+
+def trainer(path, method, source, monkeypatch, **changes):
+    monkeypatch.setitem(small.ALGORITHMS, method, {})
+    usual = {"data__offline": str(source), "data__eval": "null", "reward__jpeg__weight": "0"}
+    usual |= {"batch__prompts": "2", "batch__updates": "1", "iterations": "3"}
+    return small.trainer(path, method, **usual | changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "source", "group"), [("sft", "", "1"), ("dpo", "pairs.jsonl", "2")]
+)
+def test_a_run_on_files_resumes_bit_for_bit(method, source, group, folder, tmp_path, monkeypatch):
+    made = trainer(tmp_path / "whole", method, folder / source, monkeypatch, batch__group=group)
+    logged = [it.metrics for it in made]
+    made.save()
+    assert all(m["policy/rows"] > 0 and m["policy/grad_norm"] > 0 for m in logged)
+    cut = trainer(tmp_path / "cut", method, folder / source, monkeypatch, batch__group=group)
+    next(iter(cut))
+    cut.save()
+    rest = small.Trainer(resume=tmp_path / "cut")
+    assert len(list(rest)) == 2
+    rest.save()
+    assert small.same(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("algorithm=sft", "name them with data.offline=FOLDER"),
+        ("algorithm=sft data.offline=FOLDER", "climbs no reward, and jpeg would count; watch it"),
+        ("algorithm=sft data.offline=FOLDER/pairs.jsonl ~", "and data.offline holds pairs ones"),
+        ("algorithm=nft data.offline=FOLDER ~", "holds media without scores, and nft compares"),
+        ("algorithm=dpo data.offline=FOLDER/pairs.jsonl batch.group=1 ~", "use at least 2"),
+        ("algorithm=sft data.offline=FOLDER replay.size=4 ~", "keeps new samples"),
+        ("algorithm=sft data.offline=FOLDER draw.mode=refill ~", "samples again, and data.offline"),
+    ],
+)
+def test_what_does_not_go_together_is_said(words, says, folder, tmp_path, monkeypatch):
+    small.load_once(monkeypatch)
+    given = words.replace("FOLDER", str(folder)).replace("~", "reward.jpeg.weight=0").split()
+    usual = small.words(tmp_path / "run", algorithm="nft")
+    kept = [w for w in usual if not w.startswith(("algorithm", "data.train", "batch.group"))]
+    with pytest.raises(ValueError, match=says):
+        small.Trainer(load_config(None, [*kept, "data.eval=null", *given]))
