@@ -38,7 +38,7 @@ class Dataset:
     prompts: Prompts  # distinct texts, with the meta on which all lines agree; or one of each row
     items: list[list[ScoredImage]]  # images of each prompt; the two of a pair
     weights: dict[str, float]  # reward -> its weight in every total; empty without scores
-    kind: Literal["scored", "media", "pairs"] = "scored"
+    kind: Literal["scored", "media", "pairs"] = "scored"  # what a row of the list is
 
     @property
     def singles(self) -> int:

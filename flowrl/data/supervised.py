@@ -113,6 +113,7 @@ def beside(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:
 
 def row_of(where: str, entry: dict[str, Any], folder: Path) -> SupervisedRow:
     """Check a row."""
+    # Columns: the prompt, then one file or the two of a pair.
     for name in NESTED:
         if isinstance(entry.get(name), Mapping):
             entry |= entry.pop(name)
@@ -129,6 +130,7 @@ def row_of(where: str, entry: dict[str, Any], folder: Path) -> SupervisedRow:
     files = tuple(file_of(where, name, entry.pop(name), folder) for name in names)
     if len(files) == 2 and same(*files):
         raise ValueError(f"{where} prefers {files[0].name} to {files[1].name}, which is the same")
+    # How much the row says, and how often; all that is left are conditions and metadata.
     label, repeats = entry.get("label", 1.0), entry.get("repeats", 1)
     if len(files) == 2 and label not in LABELS:
         raise ValueError(
