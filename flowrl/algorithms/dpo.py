@@ -1,15 +1,16 @@
 """Online Diffusion-DPO (arXiv:2311.12908): the best sample of each group is preferred to its worst.
 
-With errors e of winner and loser at the same noise and level, and those of the reference,
-L = -log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]). beta takes in the number of steps and
-latent dims. With media and scores from a folder (data.offline) it is the offline method.
+With errors e of winner and loser at the same noise and level, means over latent dims, and those of
+the reference, L = -log sigmoid(beta/2 h), h = (e_l - e_l_ref) - (e_w - e_w_ref). kind="ipo" is
+(h - 1/(2 tau))^2 (arXiv:2310.12036), kind="hinge" max(0, 1 - beta/2 h) (SLiC, arXiv:2305.10425).
+With pairs or scored media from files (data.offline) it is the offline method.
 
 docs/algorithms/dpo.md says how it differs from the paper and from Flow-GRPO's online code.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, model_validator
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.algorithms.common import base, forward
-from flowrl.runtime.rule import Rule
+from flowrl.runtime.rule import Rule, read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 
@@ -43,6 +44,25 @@ class DPOConfig(forward.ForwardConfig):
         100.0,
         description=(
             "Strength of the pull to the reference: 100 online, 2000 to 5000 from a data set."
+        ),
+    )
+    kind: Literal["sigmoid", "ipo", "hinge"] = Field(
+        "sigmoid",
+        description=(
+            "Loss of a pair's margin h: -log sigmoid(beta h / 2), (h - 1 / (2 tau))^2 (ipo), or"
+            " max(0, 1 - beta h / 2) (hinge)."
+        ),
+    )
+    tau: Annotated[PositiveFloat, read_when("algorithm.kind", "ipo")] = Field(
+        1.0, description="The margin that ipo aims at is 1 / (2 tau)."
+    )
+    wrong: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description=(
+            "Share e of pairs whose label is taken to be wrong (conservative DPO): the loss is"
+            " (1 - e) L(h) + e L(-h)."
         ),
     )
 
@@ -91,16 +111,31 @@ class DPO(forward.ForwardMethod):
         scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
         return scores | ({"kl": forward.distance(v, v_ref)} if self.config.kl_weight else {})
 
+    def of_margin(self, h: Tensor) -> Tensor:
+        """The loss of margins h, (pairs,); above 0 the winner has gained more than the loser."""
+        c = self.config
+        if c.kind == "ipo":
+            return (h - 1 / (2 * c.tau)).square()
+        if c.kind == "hinge":
+            return (1 - c.beta / 2 * h).clamp(min=0)
+        return -F.logsigmoid(c.beta / 2 * h)
+
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         """Each row carries its pair's term: the mean over rows is the mean over pairs."""
         c = self.config
         gain = scores["error"] - scores["error_ref"]
         margin, _, place = base.sums(batch.adv * gain, batch.host("unit"))
-        term = -F.logsigmoid(-c.beta / 2 * margin)[place]
+        term = self.of_margin(-margin)[place]
+        if c.wrong:
+            term = (1 - c.wrong) * term + c.wrong * self.of_margin(margin)[place]
         metrics = {
             "policy/accuracy": (margin < 0).float()[place],
             "policy/margin": -margin[place],
             "policy/error": scores["error"],
+            # the loss falls also while both errors rise: the winner's own tells it
+            "policy/winner_error": base.sums(
+                torch.where(batch.adv > 0, scores["error"], 0.0), batch.host("unit")
+            )[0][place],
         }
         term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)

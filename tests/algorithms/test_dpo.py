@@ -175,3 +175,39 @@ def test_the_reference_may_become_the_policy_every_forty_iterations():
 def test_no_more_rows_are_announced_than_a_pair_can_give():
     plan = make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
     assert make(steps=3).most_rows(plan, 24) == 6 and make(steps=None).most_rows(plan, 24) == 2
+
+
+def of_margin(h, **options):
+    """The loss of one pair whose errors give the margin h, and its derivative in h."""
+    algorithm = ALGORITHM(ALGORITHM.Config(**options))
+    error = torch.tensor([0.5, 0.5 + h], dtype=torch.float64, requires_grad=True)
+    batch = Columns(
+        {"adv": torch.tensor([1.0, -1.0]), "weight": torch.ones(2), "unit": torch.zeros(2).long()}
+    )
+    scores = {"error": error, "error_ref": torch.full((2,), 0.5, dtype=torch.float64)}
+    loss = algorithm.loss(scores, batch).loss / 2  # each row carries its pair's term
+    return loss.item(), torch.autograd.grad(loss, error)[0][1].item()
+
+
+def test_losses_of_a_margin_by_hand():
+    """h = .3: beta 5 gives -log sigmoid(.75) = .386871, whose slope is -2.5 sigmoid(-.75); ipo
+    (.3 - .5)^2 = .04; hinge 1 - .75, and 0 beyond the margin."""
+    loss, slope = of_margin(0.3, beta=5)
+    assert (loss, slope) == (
+        pytest.approx(0.386871, abs=1e-6),
+        pytest.approx(-2.5 * 0.320821, abs=1e-5),
+    )
+    assert of_margin(0.3, kind="ipo") == pytest.approx((0.04, 2 * (0.3 - 0.5)))
+    assert of_margin(0.5, kind="ipo") == pytest.approx((0, 0))  # at 1 / (2 tau)
+    assert of_margin(0.3, kind="hinge", beta=5) == pytest.approx((0.25, -2.5))
+    assert of_margin(0.5, kind="hinge", beta=5) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
+def test_a_share_of_wrong_labels_mixes_both_signs(kind):
+    options = {"kind": kind, "beta": 5}
+    mixed = of_margin(0.1, wrong=0.25, **options)
+    forth, back = of_margin(0.1, **options), of_margin(-0.1, **options)
+    assert mixed[0] == pytest.approx(0.75 * forth[0] + 0.25 * back[0])
+    assert mixed[1] == pytest.approx(0.75 * forth[1] - 0.25 * back[1])
+    assert of_margin(0.0, wrong=0.5, **options)[1] == pytest.approx(0)
