@@ -132,7 +132,7 @@ def read_list(
                 f'{where} needs a "file", the path of an image, as in {{"file":'
                 ' "a.png", "prompt": "..."}'
             )
-        if contained and not _inside(path.parent, file):
+        if contained and not inside(path.parent, file):
             raise ValueError(
                 f"{where} names {file!r}, which leaves the folder {path.parent} or is"
                 " not written with /; if you trust the list, give it by its own path (--prompts,"
@@ -142,7 +142,7 @@ def read_list(
     return out
 
 
-def _inside(folder: Path, file: str) -> bool:
+def inside(folder: Path, file: str) -> bool:
     """Whether a path from the folder stays in it on every system, with links followed."""
     if "\\" in file or "\0" in file:
         return False

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from flowrl.data import conditions, tables
 from flowrl.data.media import MEDIA_SUFFIXES
-from flowrl.data.samples import OWN_LISTS
+from flowrl.data.samples import OWN_LISTS, inside
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import listed
 
@@ -51,7 +51,8 @@ def read(path: Path) -> tuple[Literal["media", "pairs"], list[SupervisedRow]]:
     """Read all rows -> (what they are, rows). ValueError that names file and row for a row without
     a file, a file that is not there, a pair of equal files, a label that is none of LABELS, or a
     list that has rows of both kinds."""
-    found = [row_of(where, entry, folder) for where, entry, folder in entries(path)]
+    contained = path.is_dir()
+    found = [row_of(where, entry, folder, contained) for where, entry, folder in entries(path)]
     kinds = {len(row.files) for row in found}
     if len(kinds) > 1:
         other = next(row for row in found if len(row.files) != len(found[0].files))
@@ -111,8 +112,8 @@ def beside(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:
     ]
 
 
-def row_of(where: str, entry: dict[str, Any], folder: Path) -> SupervisedRow:
-    """Check a row."""
+def row_of(where: str, entry: dict[str, Any], folder: Path, contained: bool) -> SupervisedRow:
+    """Check a row. contained: its files must not leave the folder."""
     # Columns: the prompt, then one file or the two of a pair.
     for name in NESTED:
         if isinstance(entry.get(name), Mapping):
@@ -127,7 +128,7 @@ def row_of(where: str, entry: dict[str, Any], folder: Path) -> SupervisedRow:
             f"{where} names no file; give it in a column {', '.join(FILES)}, or a pair in"
             f" {', '.join('+'.join(pair) for pair in PAIRS)}"
         )
-    files = tuple(file_of(where, name, entry.pop(name), folder) for name in names)
+    files = tuple(file_of(where, name, entry.pop(name), folder, contained) for name in names)
     if len(files) == 2 and same(*files):
         raise ValueError(f"{where} prefers {files[0].name} to {files[1].name}, which is the same")
     # How much the row says, and how often; all that is left are conditions and metadata.
@@ -148,10 +149,16 @@ def row_of(where: str, entry: dict[str, Any], folder: Path) -> SupervisedRow:
     )
 
 
-def file_of(where: str, name: str, value: Any, folder: Path) -> Path:
-    """The file that a cell names, from the folder of the list."""
+def file_of(where: str, name: str, value: Any, folder: Path, contained: bool) -> Path:
+    """The file that a cell names, from the folder of the list. A list that comes with a folder was
+    often written by somebody else, and names files of the folder alone."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"{where} has {name}={value!r}, which should be the path of a file")
+    if contained and not inside(folder, value):
+        raise ValueError(
+            f"{where} names {value!r}, which leaves the folder {folder}; if you trust the list,"
+            " give data.offline the list itself, which may name files anywhere"
+        )
     path = located(value, folder)
     if not path.is_file():
         raise ValueError(f"{where} names {path}, which does not exist{nearby(path)}")

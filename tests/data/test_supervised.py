@@ -125,6 +125,18 @@ def test_a_row_that_is_wrong_is_named(rows, says, folder):
         read(lines(folder / "list.jsonl", *rows))
 
 
+@pytest.mark.parametrize("name", ["../out.png", "link.png", "/etc/hostname"])
+def test_a_folders_own_list_names_files_of_the_folder_alone(name, tmp_path):
+    picture(tmp_path / "out.png")
+    place = picture(tmp_path / "in" / "0.png").parent
+    (place / "link.png").symlink_to(tmp_path / "out.png")
+    row = {"file_name": name, "prompt": "red"}
+    with pytest.raises(ValueError, match="leaves the folder .*give data.offline the list itself"):
+        read(lines(place / "metadata.jsonl", row).parent)
+    if name == "../out.png":
+        assert read(place / "metadata.jsonl")[1][0].files[0].name == "out.png"
+
+
 def test_lists_that_name_no_files_and_places_that_are_not_there(folder):
     (folder / "prompts.txt").write_text("a red circle\n")
     with pytest.raises(ValueError, match="names no file; a row is"):
