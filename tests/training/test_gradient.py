@@ -8,6 +8,7 @@ import torch
 from toy import ToyPolicy, advantages_of, gradient, roll_out, to_the_right
 
 from flowrl.algorithms import awm, crd, dgpo, dpo, grpo, nft, prdp, raft, reg_grpo
+from flowrl.algorithms.common.base import checked_loss
 from flowrl.samplers import keys
 from flowrl.training import gradient as objective
 from flowrl.training import two_pass
@@ -83,7 +84,7 @@ def accumulated(algorithm, policy, rollout, rows, *, micro=7, total_weight=10.0)
 
 def at_once(algorithm, policy, rollout, rows, total_weight=10.0):
     policy.zero_grad()
-    out = algorithm.loss(algorithm.score(policy, rollout, rows), rows)
+    out = checked_loss(algorithm, algorithm.score(policy, rollout, rows), rows)
     (out.loss / total_weight).backward()
     return gradient(policy.net), out.metrics
 
