@@ -93,7 +93,15 @@ FOURTH = {
     ],
     "mix_dppo": WINDOW,
 }
-METHODS = FIRST | SECOND | THIRD | FOURTH
+# Media and pairs of own_data.py: no rollouts, and what its samples cost is part of the budget
+OWN = ["batch.prompts=64", "batch.group=1", "reward.shapes.weight=0"]
+FIFTH = {
+    "sft": ["data.offline=build/bench/best", *OWN],
+    "dpo_pairs": ["data.offline=build/bench/pairs.jsonl", *OWN, *FORWARD],
+}
+METHODS = FIRST | SECOND | THIRD | FOURTH | FIFTH
+ALGORITHM = {"dpo_pairs": "dpo"}  # where a method's name here is not its algorithm's
+DRAWN = 256 * 16 * 8  # network rows of own_data.py
 # Rewards with a gradient. The verifier has none: it is only read.
 PREFERENCE = ["reward=preference", "reward.preference.rounding=false", "reward.shapes.weight=0"]
 # one sample a prompt is enough for a gradient, and an update an iteration for so many
@@ -249,7 +257,8 @@ TIMED_CLAIMS = [name for name, claim in CLAIMS.items() if {*TWENTY, *LONG} & {*c
 
 def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> Cell:
     """A run to make: its name is a hash of what it is."""
-    settings = [f"algorithm={method}", *COMMON, *words_of(method), *words, f"seed={seed}"]
+    name = ALGORITHM.get(method, method)
+    settings = [f"algorithm={name}", *COMMON, *words_of(method), *words, f"seed={seed}"]
     digest = digest_of(tuple(settings), budget)
     return {
         "name": f"{kind}-{method}-{seed}-{digest}",
@@ -260,6 +269,11 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
         "seed": seed,
         "budget": budget,
     }
+
+
+def budget_of(method: str) -> int:
+    """Network rows of a method's run; samples that were drawn before it are part of BUDGET."""
+    return BUDGET - (DRAWN if method in FIFTH else 0)
 
 
 def words_of(method: str) -> list[str]:
@@ -310,7 +324,7 @@ def tuning(method: str) -> list[Cell]:
         best = max(results, key=climbed)
         bound = "algorithm.trust.threshold" if method in FOURTH else "algorithm.clip"
         words = [*best["words"], f"{bound}={CLIPS[method][1]}"]
-        cells.append(cell(method, words, seed=0, budget=BUDGET // 3, kind="tune"))
+        cells.append(cell(method, words, seed=0, budget=budget_of(method) // 3, kind="tune"))
     return cells
 
 
@@ -336,7 +350,7 @@ def rates(method: str) -> list[str]:
 
 def tune(method: str, words: list[str]) -> Cell:
     """A run that chooses: a third of the budget, on training prompts."""
-    return cell(method, [*words, *TUNING], seed=0, budget=BUDGET // 3, kind="tune")
+    return cell(method, [*words, *TUNING], seed=0, budget=budget_of(method) // 3, kind="tune")
 
 
 def score(r: Cell) -> float:
@@ -361,7 +375,7 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -
         return []
     rate, *clip = [word for word in max(results, key=climbed)["words"] if word not in TUNING]
     words = [f"optimizer.lr={float(rate.partition('=')[2]) / 3:.3g}", *clip]
-    return [cell(method, words, seed=seed, budget=BUDGET, kind=kind) for seed in seeds]
+    return [cell(method, words, seed=seed, budget=budget_of(method), kind=kind) for seed in seeds]
 
 
 def claims(name: str, kind: str = "claim") -> list[Cell]:

@@ -63,8 +63,12 @@ def write() -> None:
     }
     PAGE.write_text(page_of(tables))
     for method, runs in done.items():
+        if method in cells.ALGORITHM:  # it stands on the page of its algorithm
+            continue
         few = claims.get(f"{method}_few", [])
+        others = [m for m, name in cells.ALGORITHM.items() if name == method and m in done]
         said = [run_said(method, runs), *(few_said(method, c) for c in few)]
+        said += [run_said(other, done[other]) for other in others]
         fill(PAGE.parent / "algorithms" / f"{method}.md", "\n\n".join(said))
     for method, runs in _finished(cells.CLIMBING, cells.finals).items():
         text = results_beyond.climbing_said(method, runs)
@@ -285,6 +289,8 @@ def run_said(method: str, runs: list[Cell]) -> str:
     """What a method's runs say, for its page."""
     after = ", ".join(f"{cells.score(c):.3f} (seed {c['seed']})" for c in runs)
     own = named([*cells.words_of(method), *runs[0]["words"]])
+    if method in cells.FIFTH:
+        own += f" on the data of own_data.py, which took {cells.DRAWN:,} rows of the budget"
     return (
         "Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all"
         f" methods share, with {own}:\n"
