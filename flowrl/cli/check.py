@@ -1,4 +1,5 @@
-"""`flowrl check`: what was inferred about a pipeline, and whether a reward can be trusted."""
+"""`flowrl check`: what was inferred about a pipeline, whether a reward can be trusted, and what a
+user's own media and pairs hold."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from flowrl.cli.common import (
+    MOST,
     REWARD,
     Call,
     Dtype,
@@ -42,6 +44,14 @@ Prompts = Annotated[
         " own, two that it is tried with."
     ),
 ]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="PATH",
+        help="Check media or pairs of your own for data.offline: a folder or a list.",
+    ),
+]
 Count = Annotated[int | None, typer.Option(min=2, help="Pictures to try the reward on.")]
 Frames = Annotated[
     int | None,
@@ -56,18 +66,24 @@ def check(
     prompts: Prompts = None,
     count: Count = None,
     frames: Frames = None,
+    data: Data = None,
     pipeline: Call = None,
     hints: Hints = None,
     dtype: Dtype = "fp32",
     json: Json = None,
 ) -> None:
-    """Look at a model or a reward before training. Shows what was inferred about a model and how
-    exactly it replays, or tries a reward on pictures whose truth is known."""
+    """Look at a model, a reward or data before training. Shows what was inferred about a model and
+    how exactly it replays, tries a reward on pictures whose truth is known, or lists every fault of
+    media and pairs of your own."""
     with one_sentence_errors():
-        # a command checks either a model or a reward, each with the options that it reads
-        if (model is None) == (not reward):
-            raise ValueError("give a model, or --reward NAME")
-        if reward:
+        # a command checks a model, a reward or data, each with the options that it reads
+        if sum((model is not None, bool(reward), data is not None)) != 1:
+            raise ValueError("give a model, or --reward NAME, or --data PATH")
+        if data is not None:
+            if media or prompts or count or frames or pipeline or hints:
+                raise ValueError("--data has one further option, --json; leave the others out")
+            _check_data(data, json)
+        elif reward:
             if pipeline or hints:
                 raise ValueError("--pipeline and --hints are for a model; leave them out")
             entries = parse_rewards(reward)
@@ -109,6 +125,44 @@ def _check_model(
     echo(policy.self_check(**own))
     if found := getattr(policy, "readers", tuple)():
         echo(f"  tokens of a prompt that are read: {', '.join(map(str, found))}")
+
+
+def _check_data(path: Path, json: str | None) -> None:
+    """Print what a folder or list of media or pairs holds; exit code 2 where a row has a fault."""
+    from rich import box
+    from rich.table import Table
+
+    from flowrl.data.scan import command, facts, scan
+    from flowrl.data.supervised import is_supervised
+
+    if path.exists() and not is_supervised(path):
+        raise ValueError(
+            f"{path} holds scores of `flowrl score`, which a run checks itself; --data takes media"
+            " with their prompts, or pairs"
+        )
+    found = scan(path)
+    # as JSON, or a table of what is there and below it the sentences of each kind
+    record = {"rows": found.media + found.pairs, "pairs": found.pairs, "ties": found.ties}
+    groups = {"faults": found.faults, "notes": found.notes}
+    listed = {name: {k: asdict(v) for k, v in group.items()} for name, group in groups.items()}
+    if not as_json(record | listed, json):
+        out = Table("", "", box=box.SIMPLE, show_header=False)
+        for row in facts(found):
+            out.add_row(*row)
+        show(out)
+        for name, group in groups.items():
+            for kind, finding in group.items():
+                echo(f"{name[:-1]}: {kind} ({finding.count:,})")
+                for said in finding.said[:MOST]:
+                    echo(f"  {said}")
+                if finding.count > MOST:
+                    echo(f"  and {finding.count - MOST:,} more (--json FILE lists them)")
+        if found.faults:
+            echo("correct the faults, or leave these rows out; notes may stay")
+        else:
+            show(f"no faults; train with: {command(found, path)}", wrap=True)
+    if found.faults:
+        raise typer.Exit(2)
 
 
 def _check_rewards(

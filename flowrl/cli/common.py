@@ -75,7 +75,7 @@ REWARD = "NAME[=WEIGHT|.SETTING=VALUE]"
 LARGEST_SEED = 2**63 - 1
 MAY_BE_EMPTY = ("prompts", "--prompt")  # parameters whose text may be empty: they take prompts
 VALUES = {"--resume": "runs/mine", "--json": "-"}  # option -> a value that it takes
-MOST = 20  # most lines of wrong settings that are printed
+MOST = 20  # most lines of a kind that are printed, as of wrong settings
 
 
 class Command(TyperCommand):

@@ -10,13 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from PIL import Image
-from torch import Tensor
-from torchvision.transforms.functional import resize
 
 from flowrl.data import media as pictures
 from flowrl.data.as_seen import as_seen
@@ -26,7 +22,11 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import printable
 from flowrl.runtime.typed_text import is_picture
-from flowrl.types import MediaContext
+
+if TYPE_CHECKING:  # lists are read without torch, which takes seconds to import
+    from torch import Tensor
+
+    from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
 VIDEOS = (*pictures.PYAV_SUFFIXES, ".gif")
@@ -59,7 +59,7 @@ def _placed(value: Any, what: str, folder: Path) -> Any:
         return [_placed(entry, what, folder) for entry in value]
     if isinstance(value, dict | bytes):
         raise ValueError(f"{what} holds a picture; save it as a file and give its path")
-    if value is None or isinstance(value, Image.Image | PictureCell | Tensor | np.ndarray):
+    if value is None or isinstance(value, Image.Image | PictureCell) or _is_array(value):
         return value
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{what} is {value!r}; give the path of a file")
@@ -73,6 +73,11 @@ def _placed(value: Any, what: str, folder: Path) -> Any:
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
     return str(path)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is a tensor or an array of numpy."""
+    return hasattr(value, "__array__")
 
 
 def kinds(rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -184,6 +189,8 @@ def context_of(
     rows: Sequence[Mapping[str, Any]], media: Tensor, group: Tensor | None = None
 ) -> MediaContext:
     """Context that rewards read beside media (B, *D), from the meta of each one's prompt."""
+    from flowrl.types import MediaContext
+
     return MediaContext(meta=[dict(row) for row in rows], group=group, source=_sources(rows, media))
 
 
@@ -201,6 +208,9 @@ def _source(row: Mapping[str, Any]) -> Any:
 def _sources(rows: Sequence[Mapping[str, Any]], media: Tensor) -> Tensor | None:
     """The picture "image" of each row, (B, 3, H, W) in [0, 1] at the size of the media; None where
     a row has none, or the media are no pictures."""
+    import torch
+    from torchvision.transforms.functional import resize
+
     found = [_source(row) for row in rows]
     if (
         not found

@@ -10,22 +10,24 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-import torch
 from PIL import ExifTags, Image
 from PIL.PngImagePlugin import PngInfo
-from torch import Tensor
 
 from flowrl.data.as_seen import ORIENTATION, as_seen, frame_as_seen, is_plain
 from flowrl.runtime.install import install_line
 from flowrl.runtime.paths import nearby
 from flowrl.runtime.store import files
+
+if TYPE_CHECKING:  # headers are read without torch, which takes seconds to import
+    from torch import Tensor
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # suffixes of videos that can be written
@@ -46,6 +48,16 @@ WRITTEN: dict[Kind, tuple[str, ...]] = {
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the header of a file of media says."""
+
+    size: tuple[int, int]  # width and height in pixels, as the file is seen
+    alpha: bool  # whether pixels may be transparent
+    frames: int  # 1 of a picture
+    fps: float | None  # frames a second; None of a picture, and where the file does not say it
+
+
 class UnreadableMedia(ValueError):
     """A file of media is too large, or not of the kind that is needed; the message names it."""
 
@@ -60,6 +72,8 @@ def media_kind(shape: Sequence[int]) -> Kind:
 def to_uint8(media: Tensor) -> Tensor:
     """Round (..., 3, H, W) float in [0, 1] to uint8. Values outside are clamped, halves go to the
     even byte."""
+    import torch
+
     return (media.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 
@@ -75,6 +89,8 @@ def to_pil(media: Tensor) -> list[Image.Image]:
 
 def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
     """Convert images of one size, as they are seen, to (B, 3, H, W) fp32 in [0, 1]."""
+    import torch
+
     images = [images] if isinstance(images, Image.Image) else list(images)
     images = [as_seen(image) for image in images]
     sizes = sorted({image.size for image in images})
@@ -161,15 +177,70 @@ def check_readable(path: Path) -> None:
         _pyav(f"reading {path.name}", "save it as .gif")
     else:
         _guarded(path, lambda image: image.verify())
-        if path.suffix.lower() in (".jpg", ".jpeg") and not _ends(path):
+        if path.suffix.lower() in (".jpg", ".jpeg") and not _ends(path, "JPEG"):
             raise UnreadableMedia(f"{path} cannot be read: it was cut off")
 
 
-def _ends(path: Path) -> bool:
-    """Whether a JPEG file has the end of a picture."""
-    with path.open("rb") as file:
-        file.seek(-min(path.stat().st_size, 4096), 2)
-        return b"\xff\xd9" in file.read()
+def _ends(source: Path | bytes, form: str) -> bool:
+    """Whether a file, or its bytes, has the end that pictures of its format have; nothing else is
+    read. The length that a WebP's header gives is compared with the file's."""
+    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        length = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(8)
+        file.seek(-min(length, 4096), 2)
+        tail = file.read()
+    if form == "WEBP":
+        return int.from_bytes(head[4:], "little") + 8 <= length
+    if form == "GIF":
+        return tail.rstrip(b"\0").endswith(b";")
+    return (b"IEND" if form == "PNG" else b"\xff\xd9") in tail
+
+
+def header(path: Path, content: bytes | None = None) -> Header:
+    """Read what a file's header says, as quickly as it can be: no pixel is decoded. content: the
+    bytes of the file, which errors call `path`. A file that cannot be read, was cut off, or has no
+    frames -> ValueError that names it. Video files need the extra "video"."""
+    if content is None and path.suffix.lower() in PYAV_SUFFIXES:
+        return _video_header(path)
+
+    def still(image: Image.Image) -> Header:
+        if not _ends(path if content is None else content, image.format or ""):
+            raise UnreadableMedia(f"{path} cannot be read: it was cut off")
+        frames, turned = _frames_of(image)[1], _oriented(image) > 4
+        duration = image.info.get("duration") if frames > 1 else None
+        return Header(
+            size=image.size[::-1] if turned else image.size,
+            alpha=image.has_transparency_data,
+            frames=frames,
+            fps=1000 / duration if duration else None,
+        )
+
+    return _guarded(path, still, content)
+
+
+def _video_header(path: Path) -> Header:
+    """Read the header of a video file, and count its packets only where that does not say how many
+    frames there are."""
+    av = _pyav(f"reading {path.name}", "save it as .gif")
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            packets = [entry.pos + entry.size for entry in stream.index_entries or ()]
+            if packets and max(packets) > path.stat().st_size:
+                raise UnreadableMedia(f"{path} cannot be read: it was cut off")
+            square = stream.sample_aspect_ratio or 1
+            size = (round(stream.width * square), stream.height)
+            fps = float(stream.average_rate) if stream.average_rate else None
+            alpha = stream.metadata.get("alpha_mode") == "1"
+            frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+    except UnreadableMedia:
+        raise
+    except Exception as error:  # PyAV raises a kind for each of FFmpeg's errors
+        raise ValueError(f"{path} cannot be read: {_reason(error)}") from None
+    if not frames:
+        raise UnreadableMedia(f"{path} is a video without frames")
+    return Header(size=size, alpha=alpha, frames=frames, fps=fps)
 
 
 def read_media(path: Path, *, frames: int) -> Tensor:

@@ -20,6 +20,7 @@ from flowrl.data.samples import OWN_LISTS, inside
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import listed
 
+Kind = Literal["media", "pairs"]
 TEXTS = ("prompt", "text", "caption")  # columns that hold the prompt, the first that is there
 FILES = ("file", "file_name", "target", "media", "video", "image")  # those that hold the file
 PAIRS = (("chosen", "rejected"), ("path1", "path2"), ("img_win", "img_lose"))
@@ -40,6 +41,14 @@ class SupervisedRow:
     meta: dict[str, Any]  # conditions of the prompt, and what rewards may read
 
 
+class WrongRow(ValueError):
+    """A row that cannot be trained on; the message names it."""
+
+    def __init__(self, fault: str, said: str):
+        super().__init__(said)
+        self.fault = fault  # what is wrong, in the words under which `check --data` counts it
+
+
 def is_supervised(path: Path) -> bool:
     """Whether a list or folder holds rows of media or pairs, and no scores."""
     if path.is_dir():
@@ -47,7 +56,7 @@ def is_supervised(path: Path) -> bool:
     return path.is_file() and "total" not in tables.rows(path)[1][0][1]
 
 
-def read(path: Path) -> tuple[Literal["media", "pairs"], list[SupervisedRow]]:
+def read(path: Path) -> tuple[Kind, list[SupervisedRow]]:
     """Read all rows -> (what they are, rows). ValueError that names file and row for a row without
     a file, a file that is not there, a pair of equal files, a label that is none of LABELS, or a
     list that has rows of both kinds."""
@@ -120,26 +129,33 @@ def row_of(where: str, entry: dict[str, Any], folder: Path, contained: bool) -> 
             entry |= entry.pop(name)
     text = next((entry.pop(name) for name in TEXTS if name in entry), None)
     if not isinstance(text, str):
-        raise ValueError(f"{where} needs a prompt, a text in a column {', '.join(TEXTS)}")
+        columns = ", ".join(TEXTS)
+        raise WrongRow("no prompt", f"{where} needs a prompt, a text in a column {columns}")
     names = next((pair for pair in PAIRS if pair[0] in entry and pair[1] in entry), None)
     names = names or next(((name,) for name in FILES if entry.get(name)), ())
     if not names:
-        raise ValueError(
+        raise WrongRow(
+            "no file named",
             f"{where} names no file; give it in a column {', '.join(FILES)}, or a pair in"
-            f" {', '.join('+'.join(pair) for pair in PAIRS)}"
+            f" {', '.join('+'.join(pair) for pair in PAIRS)}",
         )
     files = tuple(file_of(where, name, entry.pop(name), folder, contained) for name in names)
     if len(files) == 2 and same(*files):
-        raise ValueError(f"{where} prefers {files[0].name} to {files[1].name}, which is the same")
+        raise WrongRow(
+            "pair of equal files",
+            f"{where} prefers {files[0].name} to {files[1].name}, which is the same",
+        )
     # How much the row says, and how often; all that is left are conditions and metadata.
     label, repeats = entry.get("label", 1.0), entry.get("repeats", 1)
     if len(files) == 2 and label not in LABELS:
-        raise ValueError(
+        raise WrongRow(
+            "wrong label",
             f"{where} has label={label!r}, the share of raters who prefer the first file; it is 1,"
-            " 0, or 0.5 for a tie"
+            " 0, or 0.5 for a tie",
         )
     if not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"{where} has repeats={repeats!r}, which is a count from 1")
+        said = f"{where} has repeats={repeats!r}, which is a count from 1"
+        raise WrongRow("wrong repeats", said)
     meta = {key: value for key, value in entry.items() if key not in OWN}
     meta = conditions.check_entry({"prompt": text, **meta}, where, folder)
     meta.pop("prompt")
@@ -153,15 +169,18 @@ def file_of(where: str, name: str, value: Any, folder: Path, contained: bool) ->
     """The file that a cell names, from the folder of the list. A list that comes with a folder was
     often written by somebody else, and names files of the folder alone."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{where} has {name}={value!r}, which should be the path of a file")
+        said = f"{where} has {name}={value!r}, which should be the path of a file"
+        raise WrongRow("no file named", said)
     if contained and not inside(folder, value):
-        raise ValueError(
+        raise WrongRow(
+            "file outside the folder",
             f"{where} names {value!r}, which leaves the folder {folder}; if you trust the list,"
-            " give data.offline the list itself, which may name files anywhere"
+            " give data.offline the list itself, which may name files anywhere",
         )
     path = located(value, folder)
     if not path.is_file():
-        raise ValueError(f"{where} names {path}, which does not exist{nearby(path)}")
+        said = f"{where} names {path}, which does not exist{nearby(path)}"
+        raise WrongRow("missing file", said)
     return path
 
 
