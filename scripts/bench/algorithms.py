@@ -216,7 +216,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    args = parser().parse_args()
+    args = parser().parse_intermixed_args()
     if args.what == "cell":
         run_cell(args.words[0])
         return
