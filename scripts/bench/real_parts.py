@@ -204,6 +204,7 @@ def model(place: Place, flowrl: Process) -> bool:
         "flow_grpo": lambda: trained(place, words, "flow_grpo", 2, flowrl),
         "resume": lambda: trained(place, words, "flow_grpo", 3, flowrl),
         "nft": lambda: trained(place, words, "nft", 2, flowrl),
+        "sft": lambda: trained(place, supervised(place, words), "sft", 2, flowrl),
         "evaluate": lambda: flowrl("evaluate", str(run)),
         "generate": lambda: generated(place, run, flowrl),
         "lora": lambda: lora(weights, run),
@@ -254,6 +255,31 @@ def trained(
     rows = {key: round(steps[-1].get(f"nfe/{key}", 0)) for key in ROWS}
     names = [row["name"] for row in json.loads((run / "evaluation.json").read_text())["rows"]]
     return {**counts, "rows": rows, "evaluations": names}
+
+
+def supervised(place: Place, words: list[str]) -> list[str]:
+    """The words of a run on media of its own; videos are lists of one file, whose frames differ."""
+    own = place.folder / "own"
+    own.mkdir(exist_ok=True)
+    frames = real_cases.MODELS[place.name].size.get("num_frames")
+    for number, path in enumerate(pictures(own, 4)):
+        path.with_suffix(".txt").write_text(real_cases.PROMPTS[number % 3])
+        if frames:
+            filmed(path, frames)
+    kept = [word for word in words if not word.startswith(("data=", "data.train="))]
+    mine = [f"data.offline={own}", "data.crop=center", "reward.jpeg.weight=0", "batch.group=1"]
+    return [*kept, *mine]
+
+
+def filmed(path: Path, frames: int) -> None:
+    """Put a video of a picture that darkens in its place."""
+    import imageio.v3 as iio
+    import numpy as np
+
+    still = iio.imread(path)
+    shades = [(still * (1 - k / (2 * frames))).astype(np.uint8) for k in range(frames)]
+    iio.imwrite(path.with_suffix(".mp4"), np.stack(shades), fps=8)
+    path.unlink()
 
 
 def generated(place: Place, run: Path, flowrl: Process) -> dict[str, Any]:

@@ -8,10 +8,11 @@ Each model is a folder as save_pretrained writes it (real_folder.py), with its s
 guidance, LoRA and memory settings. Pictures are as small as the classes allow, and so are batches
 (real_cases.py); a network that 20 GB cannot hold has fewer blocks of the real width, as the table
 says. Parts (real_parts.py): check, budget, two iterations of flow_grpo, evaluated without and with
-guidance, a third after a resume, two of nft, evaluate, generate, and the LoRA in plain diffusers,
-whose denoiser must answer as the run's does. Rewards (real_rewards.py) score eight pictures, and
-pickscore trains SD1.5 for an iteration. Each case is a process; a part that passed is in
-OUTPUT/results.jsonl and is not run again; what was said is in OUTPUT/CASE/log.txt. Prints Markdown.
+guidance, a third after a resume, two of nft and of sft, evaluate, generate, and the LoRA in plain
+diffusers, whose denoiser must answer as the run's does. Rewards (real_rewards.py) score eight
+pictures, and pickscore trains SD1.5 for an iteration. Each case is a process; a part that passed is
+in OUTPUT/results.jsonl and is not run again; what was said is in OUTPUT/CASE/log.txt. Prints
+Markdown.
 Exit code 1 where a part failed, rows are not the budget's, or a peak is more than 15% above it.
 """
 

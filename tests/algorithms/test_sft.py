@@ -8,10 +8,10 @@ import torch
 from torchvision.io import write_png
 from toy import Fixed, ToyPolicy, noised, roll_out, slope
 
-from flowrl.algorithms import raft, sft
+from flowrl.algorithms import sft
 from flowrl.config.load import load_config
 from flowrl.runtime.store import files as disk
-from flowrl.types import Advantages, Columns
+from flowrl.types import Advantages
 
 
 def make(**options):
@@ -29,23 +29,6 @@ def test_the_gradient_by_hand_is_twice_the_error_over_dims():
     *_, u = noised(rollout, rows)
     v = torch.randn(len(rows), 2, requires_grad=True)
     torch.testing.assert_close(slope(algorithm, Fixed(v), rollout, rows), 2 * (v - u).detach() / 2)
-
-
-def test_it_is_raft_with_every_sample_kept():
-    class SFT(raft.RAFT):
-        """Draws of levels and noise belong to a method's name."""
-
-    own, other = make(prompt_dropout=0), SFT(raft.ALGORITHM.Config(top=8))
-    rollout, policy = roll_out(ToyPolicy(0.1), own), ToyPolicy(0.3)
-    rows = own.columns(rollout, ones(rollout), seed=0, iteration=0)
-    ranked = Advantages(leaf=torch.linspace(-1, 1, len(rollout.leaf)))
-    same = other.columns(rollout, ranked, seed=0, iteration=0)
-    order = same.state.argsort()
-    losses = [
-        method.loss(method.score(policy, rollout, batch), batch).loss.item()
-        for method, batch in ((own, rows), (other, Columns(same.data)[order]))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_a_share_of_the_samples_reads_the_empty_prompts_row():

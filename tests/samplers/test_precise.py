@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowrl.samplers import cps, dance_precise, dance_sde, ddim, flow_sde, ode, precise, sigmas
+from flowrl.samplers import cps, dance_precise, dance_sde, flow_sde, ode, precise, sigmas
 
 X, V = torch.tensor([[1.0, -1.0]], dtype=torch.float64), torch.tensor([[0.2, 0.4]])
 S, T = torch.tensor(0.75, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
@@ -53,16 +53,6 @@ def test_at_the_noisiest_level_precise_draws_fresh_noise_and_needs_no_cap():
     mean, std = step(precise, s=1.0, eta=0.7)
     assert float(std) == 0.5 and torch.allclose(mean, 0.5 * (X - V))
     assert float(step(dance_precise, s=1.0, eta=0.7)[1]) < 0.5
-
-
-def test_eta_sqrt_2_is_ancestral_sampling():
-    close(step(precise, eta=math.sqrt(2)), step(ddim, eta=1.0))
-
-
-@pytest.mark.parametrize("eta", [0.3, 0.7, 1.5])
-def test_it_is_cps_with_an_angle_of_its_own_at_each_step(eta):
-    rho = (0.5 * 0.25 / (0.75 * 0.5)) ** (eta**2 / 2)
-    close(step(precise, eta=eta), step(cps, eta=2 / math.pi * math.acos(rho)))
 
 
 @pytest.mark.parametrize("module", [precise, dance_precise])
