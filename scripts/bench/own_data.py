@@ -1,11 +1,12 @@
 """Data for the supervised runs of algorithms.py, drawn from the embedded model itself.
 
-    python scripts/bench/own_data.py            build/bench/best/ and build/bench/pairs.jsonl
+    python scripts/bench/own_data.py        build/bench/best/, pairs.jsonl and scenes/
 
 16 samples of each of 256 training prompts are scored by the shapes verifier. best/ holds the best
 tenth of all samples with their prompts, for algorithm=sft; pairs.jsonl has of each prompt a sample
 that is right in every clause and one that is not, for algorithm=dpo. The samples are a function of
-the seed, so the folder is not committed. They cost PROMPTS * EACH * STEPS network rows.
+the seed, so the folder is not committed. They cost PROMPTS * EACH * STEPS network rows. scenes/
+holds rendered pictures of the same prompts, such as the model was trained on, for a data anchor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torchvision.io import write_png
 
 import flowrl
 from flowrl.data.prompts import load_prompts, select
+from flowrl.shapes.prompts import scene
+from flowrl.shapes.scenes import render
 from flowrl.types import MediaContext
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
@@ -57,9 +60,23 @@ def main() -> None:
         write_png((media[i] * 255).round().byte(), str(FOLDER / "best" / files[i]), 6)
     listed = [rows[i] | {"file_name": files[i]} for i in best.tolist()]
     write(FOLDER / "best" / "metadata.jsonl", listed)
+    draw_scenes([found[i] for i in every.tolist()])
     write(FOLDER / "pairs.jsonl", pairs)
     print(f"strict {strict.mean():.3f} of {len(rows)} samples, {strict[best].mean():.3f} of the")
     print(f"{len(best)} best; {len(pairs)} pairs; {PROMPTS * EACH * STEPS:,} network rows")
+
+
+def draw_scenes(prompts: list[dict]) -> None:
+    """Render a scene of each prompt."""
+    (FOLDER / "scenes").mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(SEED)
+    listed = []
+    for i, prompt in enumerate(prompts):
+        name = f"{i:05d}.png"
+        picture = render(scene(prompt, generator))
+        write_png((picture * 255).round().byte(), str(FOLDER / "scenes" / name), 6)
+        listed.append(prompt | {"file_name": name})
+    write(FOLDER / "scenes" / "metadata.jsonl", listed)
 
 
 def write(path: Path, entries: list[dict]) -> None:
