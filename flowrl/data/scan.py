@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from flowrl.data import media, supervised
@@ -172,7 +173,7 @@ def _common(counts: Mapping[Any, int], most: int = 4) -> str:
 
 
 def command(found: Scan, path: Path) -> str:
-    """The command that trains on the data."""
+    """The command that trains the embedded model on the data; its verifier is only read."""
     crop = " data.crop=center" if len(found.sizes) > 1 else ""
     how = "algorithm=dpo batch.group=2" if found.pairs else "algorithm=sft"
-    return f"flowrl train {how} data.offline={path}{crop}"
+    return f"flowrl train {how} {quote(f'data.offline={path}')}{crop} reward.shapes.weight=0"
