@@ -262,6 +262,8 @@ class Advantages:
     leaf: Tensor  # (B,) fp32 advantage of each sample
     # (N,) fp32 advantage of each transition, for methods that train these
     transition: Tensor | None = None
+    # (B,) fp32 factor of the KL of each sample, 0 or 1; None: that of all samples counts
+    kl_gate: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

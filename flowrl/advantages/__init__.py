@@ -2,6 +2,7 @@
 
 from flowrl.advantages.group import group_relative
 from flowrl.advantages.several import best_worst, combine, win_rate
+from flowrl.advantages.suspicion import Sign, suspects
 from flowrl.advantages.trees import (
     branch,
     decisiveness,
@@ -13,6 +14,7 @@ from flowrl.advantages.trees import (
 )
 
 __all__ = [
+    "Sign",
     "best_worst",
     "branch",
     "combine",
@@ -21,6 +23,7 @@ __all__ = [
     "group_relative",
     "siblings",
     "spread",
+    "suspects",
     "td",
     "tree_backup",
     "win_rate",

@@ -11,6 +11,7 @@ from flowrl.algorithms.common.base import (
     Credit,
     Options,
     VelocityField,
+    gate_column,
     plus_kl,
     summed,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "TransitionConfig",
     "TransitionMethod",
     "VelocityField",
+    "gate_column",
     "plus_kl",
     "summed",
 ]

@@ -167,6 +167,7 @@ class RewardGradient(base.Anchored):
                 "adv": advantages.leaf[sample].float(),
                 "noise_key": key.to(sample.device),
                 "weight": torch.full((len(sample),), 1 / copies, device=sample.device),
+                **base.gate_column(advantages.kl_gate, sample),
             }
         )
 

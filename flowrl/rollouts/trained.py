@@ -24,6 +24,7 @@ class TrainingBatch:
     tapers: Tensor  # (P,) fp32, factor of the weight of these rows: 1 for new samples
     metrics: dict[str, float]  # replay/*, the same on all processes; {} without replay.size
     prompts: int  # number of prompts whose samples are new, at the beginning
+    kl_gate: Tensor | None = None  # (B,) fp32 factor of each sample's KL; None: 1 for all
 
     @property
     def fresh(self) -> Tensor:
@@ -35,13 +36,17 @@ class TrainingBatch:
         return Columns({**rows.data, "weight": rows.weight * self.tapers[rows.prompt]})
 
 
-def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) -> TrainingBatch:
-    """Choose what an iteration trains of samples with advantages `leaf` (B,): all that were drawn,
-    or with draw.mode=balance a part of them; and with replay.size old groups beside them."""
+def what_to_train(
+    source: Source, iteration: int, drawn: Drawn, leaf: Tensor, kl_gate: Tensor | None = None
+) -> TrainingBatch:
+    """Choose what an iteration trains of samples with advantages `leaf` and `kl_gate` (B,): all
+    that were drawn, or with draw.mode=balance a part of them; and with replay.size old groups
+    beside them."""
     cfg, rollout, size = source.cfg, drawn.rollout, len(drawn.batch)
     if drawn.threshold is not None:  # chosen only now, because all draws entered the baselines
         rows = chosen(drawn, cfg.batch.group).to(leaf.device)
         rollout, leaf = take(rollout, rows), leaf[rows]
+        kl_gate = None if kl_gate is None else kl_gate[rows]
     new = TrainingBatch(
         rollout=rollout,
         leaf=leaf,
@@ -49,6 +54,7 @@ def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) ->
         tapers=torch.ones(size, device=leaf.device),
         metrics={},
         prompts=size,
+        kl_gate=kl_gate,
     )
     if source.buffer is None:
         return new

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from flowrl.algorithms.common.base import check_gated
 from flowrl.config.live import with_live_objects
 from flowrl.rewards import check_valid, reward_metrics
 from flowrl.rollouts.draw import draw
@@ -162,14 +164,22 @@ class Trainer:
         else:  # samples that are alike share their credit
             diversity = Diversity(self.cfg.diversity)
             everyone, metrics = diversity(algorithm.leaf_advantages, rewards, group)
-        leaf = everyone[self.world.part(len(drawn.rollout.leaf))]
+        mine = self.world.part(len(drawn.rollout.leaf))
+        leaf, gate = everyone[mine], algorithm.kl_gate(rewards)
+        if gate is not None:  # only samples with a suspect reward are held to the reference
+            metrics |= {"policy/kl_gate": gate.mean().item()}
+            gate = gate[mine]
         if chooser.learns or chooser.helper:  # decide which prompts come next, and which get help
             metrics |= chooser.learn_from(i, drawn, leaf, self.world.gather)
         observed = algorithm.observe(drawn.rollout, drawn.rewards)
         observed = self.world.mean_metrics(observed) if observed else {}
-        batch = what_to_train(source, i, drawn, leaf)  # old samples may join the new ones
+        # old samples may join the new ones
+        batch = what_to_train(source, i, drawn, leaf, gate)
         advantages = algorithm.advantages(batch.rollout, batch.leaf)
+        if batch.kl_gate is not None:
+            advantages = replace(advantages, kl_gate=batch.kl_gate)
         rows = algorithm.columns(batch.rollout, advantages, seed=self.cfg.seed, iteration=i)
+        check_gated(algorithm, advantages, rows)
         return Credited(
             batch=batch,
             columns=batch.weighed(rows) if self.cfg.replay.size else rows,

@@ -56,6 +56,12 @@ MIXED = {
     "reward__climbed__rounding": "false",
     "reward__climbed__mode": "grad",
     "gradient__samples": "2",
+    # ranks are those of all processes' samples
+    "reward__saturation__weight": "0",
+    "algorithm__kl_weight": "0.1",
+    "algorithm__kl_gate__main": "preference",
+    "algorithm__kl_gate__auxiliary": "[saturation]",
+    "algorithm__kl_gate__share": "0.5",
     "data__eval": "null",
     "guard__check_rewards": "false",
 }

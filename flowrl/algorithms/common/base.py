@@ -22,11 +22,19 @@ from contextlib import AbstractContextManager
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from torch import Tensor
 
 from flowrl import advantages as credit
-from flowrl.runtime.rule import Rule, read_when
+from flowrl.runtime.rule import Rule, read_when, read_with
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout, Transition
 
 
@@ -113,6 +121,70 @@ class Credit(Options):
     )
 
 
+class KLGate(Options):
+    """GARDO's gate (arXiv:2512.24138): samples with a suspect reward are held to the reference."""
+
+    main: str | None = Field(
+        None,
+        description=(
+            "Label of the trained reward: only samples that it ranks higher than others do are held"
+            " to the reference (GARDO); none: all samples."
+        ),
+    )
+    auxiliary: tuple[str, ...] = Field(
+        (),
+        description="Labels of the rewards whose mean rank main's is compared with.",
+    )
+    share: Annotated[float, read_with("algorithm.kl_gate.main")] = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description=(
+            "Share of the samples ranked at least as high by main that are held to the reference."
+        ),
+    )
+    sign: Annotated[credit.Sign, read_with("algorithm.kl_gate.main")] = Field(
+        "hacked",
+        description=(
+            "Which samples are suspect: those that main ranks higher than auxiliary does (hacked),"
+            " or lower (code: as in the authors' code)."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def check_labels(self) -> KLGate:
+        given = f"main={self.main or 'null'}"
+        if (self.main is None) != (not self.auxiliary):
+            raise ValueError(
+                f"{given} and auxiliary=[{','.join(self.auxiliary)}]: the gate compares one reward"
+                " with others; name both, or neither"
+            )
+        if self.main in self.auxiliary or len(set(self.auxiliary)) < len(self.auxiliary):
+            raise ValueError(
+                f"{given} is compared with other rewards, each named once, and"
+                f" auxiliary=[{','.join(self.auxiliary)}]; name others there"
+            )
+        return self
+
+
+def unknown_labels(gate: dict[str, Any], rewards: dict[str, Any], dataset: Any) -> str:
+    """Sentence that says which label of the gate is no reward's.
+
+    rewards: by label; dataset: the folder whose scores are trained in their place, or None.
+    """
+    known = list(rewards if dataset is None else dataset.weights)
+    if gate["main"] is None:
+        return ""
+    missing = [label for label in (gate["main"], *gate["auxiliary"]) if label not in known]
+    if not missing:
+        return ""
+    where = "rewards" if dataset is None else "scores in data.offline"
+    return (
+        f"algorithm.kl_gate names {missing[0]}, and the {where} are {', '.join(known) or 'none'};"
+        f" name one of them, or add it to be measured only, as reward.{missing[0]}.weight=0"
+    )
+
+
 class Anchor(Options):
     """The reference that the policy is kept near, and how strongly."""
 
@@ -132,6 +204,26 @@ class Anchor(Options):
     reference_every: Annotated[PositiveInt, read_when("algorithm.reference", "reset")] = Field(
         40, description="Iterations after which the reference becomes the policy again."
     )
+    kl_gate: KLGate = Field(KLGate(), description="Which samples are held to the reference.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(("algorithm.kl_gate", "rewards.rewards", "dataset"), unknown_labels),
+        Rule(
+            ("replay.size", "algorithm.kl_gate.main"),
+            "{0} trains samples of earlier iterations again, and {1} ranks those of one; leave one"
+            " of the two out",
+            when=lambda size, main: size and main is not None,
+        ),
+    )
+
+    @model_validator(mode="after")
+    def check_gate(self) -> Anchor:
+        if self.kl_gate.main is not None and not self.kl_weight:
+            raise ValueError(
+                f"algorithm.kl_gate.main={self.kl_gate.main} chooses samples that are held to the"
+                " reference, and algorithm.kl_weight=0 holds none; give it a weight"
+            )
+        return self
 
 
 class Sampler(Protocol):
@@ -235,6 +327,11 @@ class Algorithm:
         total = credit.win_rate(rewards.total, group)
         return dataclasses.replace(rewards, raw=raw, counted={}, total=total)
 
+    def kl_gate(self, rewards: Rewards) -> Tensor | None:
+        """Factor of each sample's KL, (B,) fp32, from rewards of all processes; None: all count.
+        `columns` then gives it to its rows, see `gate_column`."""
+        return None
+
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Credit of this process's leaves and transitions from its leaf advantages (B,)."""
         return Advantages(leaf=leaf)
@@ -300,6 +397,11 @@ class Anchored(Algorithm):
         """The view of the reference, where the loss reads it or `always`."""
         return {self.anchor} if always or self.config.kl_weight else set()
 
+    def kl_gate(self, rewards: Rewards) -> Tensor | None:
+        """1 for samples with a suspect reward, 0 for the others, where the config asks for it."""
+        gate = self.config.kl_gate
+        return None if gate.main is None else credit.suspects(rewards, **gate.model_dump())
+
     def follow(self, step: int, iteration: int) -> dict[str, float]:
         c = self.config
         if "anchor" not in self.needs:
@@ -307,6 +409,21 @@ class Anchored(Algorithm):
         if c.reference == "ema":
             return {"anchor": c.reference_decay}
         return {"anchor": 0.0} if (iteration + 1) % c.reference_every == 0 else {}
+
+
+def gate_column(gate: Tensor | None, rows: Tensor) -> dict[str, Tensor]:
+    """The column kl_gate (n,) of the loss's rows, whose places in the gate (m,) are `rows` (n,);
+    {}: the KL of all of them counts."""
+    return {} if gate is None else {"kl_gate": gate[rows]}
+
+
+def check_gated(algorithm: Algorithm, advantages: Advantages, rows: Columns) -> None:
+    """Raise ValueError where a method of one's own gave the gate of the KL to no row."""
+    if advantages.kl_gate is not None and "kl_gate" not in rows.data:
+        raise ValueError(
+            f"{type(algorithm).__name__}.columns gives no column kl_gate, so that algorithm.kl_gate"
+            " would change nothing; add **gate_column(advantages.kl_gate, rows) to its columns"
+        )
 
 
 def plus_kl(
@@ -333,14 +450,23 @@ def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutp
 
 def checked_loss(algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
     """The algorithm's loss, with policy/old_deviation where the old policy was compared; ValueError
-    where it is not one number with a gradient."""
-    out: Any = algorithm.loss(scores, batch)
+    where it is not one number with a gradient.
+
+    A column kl_gate (n,) multiplies the score kl. The loss stays a mean over all rows, so that the
+    weight of a gated row depends on no micro-batch; policy/kl is the distance of all rows.
+    """
+    counted = scores
+    if gated := "kl_gate" in batch.data and "kl" in scores:
+        counted = {**scores, "kl": batch.kl_gate * scores["kl"]}
+    out: Any = algorithm.loss(counted, batch)
     loss = getattr(out, "loss", out)
     shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
     if isinstance(out, LossOutput) and shape == " of shape ()" and loss.requires_grad:
         if "old_deviation" in scores:  # one place for every method that reads the old policy
             far = (batch.weight * scores["old_deviation"].detach()).sum()
             out.metrics["policy/old_deviation"] = far
+        if gated:
+            out.metrics["policy/kl"] = (batch.weight * scores["kl"].detach()).sum()
         return out
     raise ValueError(
         f"{type(algorithm).__name__}.loss returned a {type(out).__name__}{shape}, and not a"

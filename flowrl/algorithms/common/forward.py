@@ -227,6 +227,7 @@ class ForwardMethod(base.Anchored):
             "adv": adv,
             "state": state,
             "members": members[group],
+            **base.gate_column(advantages.kl_gate, leaf),
         }
         rows = {name: value.repeat_interleave(draws) for name, value in of_sample.items()}
         rows["sigma"] = sigma.flatten().to(rollout.state_sigma)

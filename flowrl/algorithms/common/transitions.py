@@ -129,6 +129,8 @@ class TransitionMethod(base.Anchored):
         data = {name: getattr(rollout, name)[rows] for name in names}
         adv = advantages.transition[rows]
         prompt = rollout.prompt[data["src"]]
+        gate = advantages.kl_gate  # a step that several samples share has the mean of theirs
+        held = None if gate is None else credit.spread(rollout, gate)
         return Columns(
             {
                 "prompt": prompt,
@@ -136,6 +138,7 @@ class TransitionMethod(base.Anchored):
                 "adv": adv,
                 "sample": samples(rollout)[rows],
                 **data,
+                **base.gate_column(held, rows),
             }
         )
 
