@@ -34,7 +34,7 @@ from pydantic import (
 from torch import Tensor
 
 from flowrl import advantages as credit
-from flowrl.runtime.rule import Rule, read_when, read_with
+from flowrl.runtime.rule import Rule, read_above, read_when, read_with
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout, Transition
 
 
@@ -131,7 +131,7 @@ class KLGate(Options):
             " to the reference (GARDO); none: all samples."
         ),
     )
-    auxiliary: tuple[str, ...] = Field(
+    auxiliary: Annotated[tuple[str, ...], read_with("algorithm.kl_gate.main")] = Field(
         (),
         description="Labels of the rewards whose mean rank main's is compared with.",
     )
@@ -204,7 +204,9 @@ class Anchor(Options):
     reference_every: Annotated[PositiveInt, read_when("algorithm.reference", "reset")] = Field(
         40, description="Iterations after which the reference becomes the policy again."
     )
-    kl_gate: KLGate = Field(KLGate(), description="Which samples are held to the reference.")
+    kl_gate: Annotated[KLGate, read_above("algorithm.kl_weight", 0)] = Field(
+        KLGate(), description="Which samples are held to the reference."
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("algorithm.kl_gate", "rewards.rewards", "dataset"), unknown_labels),
