@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
+import gc
 import io
 import re
 import subprocess
@@ -50,9 +52,24 @@ def modules() -> dict[str, Path]:
     return {module_of(path): path for path in python_files(("flowrl", "samplers", "rewards"))}
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Every node of a file that some check looks at; a file is parsed and walked once."""
+    looked = ast.Import | ast.ImportFrom | ast.Module | ast.ClassDef
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    every = ast.walk(tree)
+    return [n for n in every if isinstance(n, looked | ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@functools.cache
+def tokens(path: Path) -> list[tokenize.TokenInfo]:
+    """Every token of a file."""
+    return list(tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline))
+
+
 def imports(path: Path) -> Iterator[tuple[str, str]]:
     """(module, name) of our imports in a file, also inside functions; `import x` has name ""."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.startswith("flowrl"))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flowrl":
@@ -122,7 +139,7 @@ def private_imports(files: dict[str, Path]) -> list[str]:
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """(place and name, lines) of each function of a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             where = f"{path.relative_to(ROOT).as_posix()}:{node.lineno} {node.name}"
             yield where, (node.end_lineno or node.lineno) - node.lineno + 1
@@ -135,11 +152,11 @@ def p90(values: list[int]) -> int:
 # --- words
 
 
-def class_names(trees: dict[Path, ast.Module]) -> list[str]:
+def class_names(paths: list[Path]) -> list[str]:
     """Names of classes that two files or more define."""
     homes: dict[str, set[str]] = defaultdict(set)
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
+    for path in paths:
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 homes[node.name].add(relative(path))
     return [
@@ -149,14 +166,14 @@ def class_names(trees: dict[Path, ast.Module]) -> list[str]:
     ]
 
 
-def headless(path: Path, tree: ast.Module, lines: list[str]) -> Iterator[str]:
+def headless(path: Path, lines: list[str]) -> Iterator[str]:
     """Docstrings and comments that begin with "Of", and so have no subject."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(tree):
+    for node in nodes(path):
         documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
         if isinstance(node, documented) and re.match(r"Of\b", ast.get_docstring(node) or ""):
             found.append((getattr(node, "lineno", 1), "docstring"))
-    for token in tokenize.generate_tokens(io.StringIO("\n".join(lines)).readline):
+    for token in tokens(path):
         if token.type == tokenize.COMMENT and re.match("#+ *of ", token.string, re.IGNORECASE):
             line = token.start[0]
             # the second line of a block may begin so: it continues a sentence
@@ -167,9 +184,9 @@ def headless(path: Path, tree: ast.Module, lines: list[str]) -> Iterator[str]:
         yield f'{relative(path)}:{line}: a {kind} begins with "Of"'
 
 
-def unexplained(path: Path, tree: ast.Module, lines: list[str]) -> Iterator[str]:
+def unexplained(path: Path, lines: list[str]) -> Iterator[str]:
     """Fields of dataclasses and named tuples with neither a comment nor a string at the field."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if not isinstance(node, ast.ClassDef) or not is_record(node):
             continue
         for field, after in zip(node.body, [*node.body[1:], None], strict=True):
@@ -190,9 +207,9 @@ def is_record(node: ast.ClassDef) -> bool:
     )
 
 
-def silent(path: Path, tree: ast.Module, lines: list[str]) -> Iterator[str]:
+def silent(path: Path, lines: list[str]) -> Iterator[str]:
     """Long functions without a comment that gives a reason."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             own = lines[node.lineno - 1 : node.end_lineno]
             if len(own) >= LONG and not any(re.search(r"(^|\s)# ", line) for line in own):
@@ -214,19 +231,19 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def tokens_a_line(texts: list[str]) -> float:
+def tokens_a_line(paths: list[Path]) -> float:
     """Tokens for each line that holds code: how densely it is written."""
     quiet = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens, lines = 0, 0
-    for text in texts:
+    count, lines = 0, 0
+    for path in paths:
         found = [
             token
-            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            for token in tokens(path)
             if token.type not in quiet and token.type != tokenize.ENDMARKER
         ]
-        tokens += len(found)
+        count += len(found)
         lines += len({line for t in found for line in range(t.start[0], t.end[0] + 1)})
-    return tokens / lines
+    return count / lines
 
 
 def lost(commit: str, folder: str) -> int:
@@ -242,10 +259,10 @@ def main() -> int:
     parser.add_argument("--against", help="a commit to count lines from")
     args = parser.parse_args()
 
+    gc.disable()  # trees are kept to the end, and would be looked through again and again
     files = modules()
     texts = {path: path.read_text(encoding="utf-8") for path in python_files()}
     sources = {path: text.splitlines() for path, text in texts.items()}
-    trees = {path: ast.parse(texts[path]) for path in files.values()}
     every = [f for p in sources for f in functions(p)]
     usual = p90([k for p in files.values() for _, k in functions(p)])
     between_files, file_cycle = levels(graph(files))
@@ -253,7 +270,7 @@ def main() -> int:
     private = private_imports(files)
 
     problems = [f"cycle of imports: {' -> '.join(c)}" for c in (file_cycle, folder_cycle) if c]
-    problems += private + class_names(trees) + subjects()
+    problems += private + class_names([*files.values()]) + subjects()
     problems += [
         f"{relative(path)}:{i}: more than {COLUMNS} columns"
         for path, lines in sources.items()
@@ -262,10 +279,9 @@ def main() -> int:
     ]
     problems += [f"{where}: {k} lines, at most {FUNCTION}" for where, k in every if k > FUNCTION]
     problems += [f"one function in ten has more than {usual} lines"] * (usual > USUAL)
-    for path, tree in trees.items():
-        problems += headless(path, tree, sources[path])
-        problems += unexplained(path, tree, sources[path])
-        problems += silent(path, tree, sources[path])
+    for path in files.values():
+        for check in (headless, unexplained, silent):
+            problems += check(path, sources[path])
 
     lines = {
         folder: sum(len(sources[path]) for path in python_files((folder,))) for folder in SOURCES
@@ -273,7 +289,7 @@ def main() -> int:
     library = sum(lines[folder] for folder in LIBRARY)
     longest = max(sources, key=lambda path: len(sources[path]))
     function, length = max(every, key=lambda entry: entry[1])
-    dense = tokens_a_line([texts[path] for path in files.values()])
+    dense = tokens_a_line([*files.values()])
     print("lines                    " + ", ".join(f"{name} {n}" for name, n in lines.items()))
     print(f"tests to library         {lines['tests'] / library:.2f}")
     print(f"tokens a code line       {dense:.2f}")
