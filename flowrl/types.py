@@ -244,6 +244,10 @@ class Rewards:
     features: Tensor | None = None
     # detector -> (B,) or (B, D) fp32 reading of watch.detectors; NaN where a pixel is not finite
     seen: dict[str, Tensor] = field(default_factory=dict)
+    # name -> (B,) bool, samples for which a reward with domains is asked; the others have no score
+    asked: dict[str, Tensor] = field(default_factory=dict)
+    # (B,) the domain of each sample; None: no reward states domains, and all are alike
+    domain: list[str] | None = None
 
     def __repr__(self) -> str:
         failed = (f"{count} without a score: {kind}" for kind, count in self.kinds.items())
@@ -253,6 +257,32 @@ class Rewards:
     def terms(self) -> dict[str, Tensor]:
         """Return the scores that weights multiply, name -> (B,) fp32."""
         return self.raw | self.counted
+
+    @property
+    def unscored(self) -> Tensor:
+        """(B,) bool: a reward that is asked for the sample gave no score, be its weight 0."""
+        failed = [
+            value.isnan() & self.asked[name] if name in self.asked else value.isnan()
+            for name, value in self.raw.items()
+        ]
+        return torch.stack(failed).any(0)
+
+    def by_domain(self) -> dict[str, Tensor]:
+        """Each domain, in the order of its name -> its samples, (B,) bool; {}: all are alike."""
+        names, device = self.domain or [], self.total.device
+        return {
+            one: torch.tensor([name == one for name in names], device=device)
+            for one in sorted(set(names))
+        }
+
+    @property
+    def within(self) -> Tensor | None:
+        """(B,) int64 number of the domain whose statistics each sample enters; None: all are
+        alike."""
+        if self.domain is None:
+            return None
+        place = {name: i for i, name in enumerate(sorted(set(self.domain)))}
+        return torch.tensor([place[name] for name in self.domain], device=self.total.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,20 +24,23 @@ def group_relative(
     ddof: int = 0,
     eps: float = 1e-4,
     clip: float | None = 5.0,
+    within: Tensor | None = None,
 ) -> Tensor:
     """A = (r - mean of its group) / (std + eps), clipped to +-clip: (B,), int (B,) -> (B,) fp32.
 
     std: "group" divides by the standard deviation of the group, "global" by that of all rewards
     given (Flow-GRPO), None by 1 (Dr. GRPO). ddof: 0 or 1. A group with std < 1e-6 gets 0, and so
-    does an invalid sample (valid False, or a NaN reward).
+    does an invalid sample (valid False, or a NaN reward). within (B,) int: "global" is over the
+    rewards of one number, such as those of a domain; None: over all.
     """
+    # values that are no numbers are read by no sum
     ok = usable(rewards, valid)
     r = torch.where(ok, rewards.double(), 0.0)
     _, g = torch.unique(group, return_inverse=True)
     centred, scale = centred_and_std(r, g, ok, ddof)
     varied = scale >= FLAT
     if std == "global":
-        scale = std_of_all(r, ok, ddof)
+        scale = std_of_all(r, ok, ddof, within)
     elif std not in ("group", None):
         raise ValueError(f'std="{std}" is unknown; choose "group", "global" or None')
     adv = centred if std is None else centred / (scale + eps)
@@ -59,10 +62,12 @@ def centred_and_std(r: Tensor, g: Tensor, ok: Tensor, ddof: int) -> tuple[Tensor
     return centred, var.sqrt()[g]
 
 
-def std_of_all(r: Tensor, ok: Tensor, ddof: int) -> Tensor:
-    """Standard deviation of the ok values of r (n,) fp64, repeated for each value -> (n,)."""
-    one_group = torch.zeros(len(r), dtype=torch.int64, device=r.device)
-    return centred_and_std(r, one_group, ok, ddof)[1]
+def std_of_all(r: Tensor, ok: Tensor, ddof: int, within: Tensor | None = None) -> Tensor:
+    """Standard deviation of the ok values of r (n,) fp64, repeated for each value -> (n,). within
+    (n,) int64 from 0: that of the values of one number; None: of all."""
+    if within is None:
+        within = torch.zeros(len(r), dtype=torch.int64, device=r.device)
+    return centred_and_std(r, within, ok, ddof)[1]
 
 
 def usable(values: Tensor, valid: Tensor | None) -> Tensor:

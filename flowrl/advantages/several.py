@@ -27,17 +27,19 @@ def combine(
     "rewards": z-score of the weighted sum (Flow-GRPO). "advantages": weighted sum of one z-score
     per reward, which no reward's scale can dominate (DanceGRPO, MixGRPO). "gdpo": that sum divided
     by its standard deviation over all samples given (arXiv:2601.05242). Each reward enters with the
-    value that is counted, which is 0 behind a closed gate.
+    value that is counted, which is 0 behind a closed gate; one that is absent from a sample adds
+    nothing to it, and its z-score is over the samples that have it. Statistics of the sum are those
+    of each domain by itself.
     """
     z_score = partial(group_relative, group=group, valid=rewards.valid, std=std, ddof=ddof, eps=eps)
     if how == "rewards":
-        return z_score(rewards.total, clip=clip)
+        return z_score(rewards.total, clip=clip, within=rewards.within)
     weights = {name: weight for name, weight in rewards.weights.items() if weight != 0}
     parts = [weight * z_score(rewards.terms[name], clip=None) for name, weight in weights.items()]
     total = torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards.total)
     if how == "gdpo":
         # the sum is not centred again: flat groups would get the mean's rounding as a signal
-        scale = std_of_all(total.double(), rewards.valid, ddof)
+        scale = std_of_all(total.double(), rewards.valid, ddof, rewards.within)
         total = torch.where(scale >= FLAT, total / (scale + eps), 0.0).float()
     return total if clip is None else total.clamp(-clip, clip)
 

@@ -70,6 +70,7 @@ def counted(rewards: dict[str, dict[str, object]]) -> list[str]:
 class SFT(forward.ForwardMethod):
     Config = SFTConfig
     config: SFTConfig
+    reads_rewards = False
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
         """1 for every sample."""

@@ -222,7 +222,7 @@ def load_run(
             " evaluate on"
         )
     policy = load_tuned(cfg, newest_of(run), live)
-    rewards = live.rewards or load_set(cfg.reward)
+    rewards = replace(live.rewards or load_set(cfg.reward), domain_field=cfg.data.domain)
     prompts = live.prompts or data_prompts.load_prompts(str(cfg.data.eval), cfg.data.columns)
     score.check_meta(rewards, {"data.eval": prompts})
     return cfg, policy, rewards.beside(policy), prompts

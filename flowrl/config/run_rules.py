@@ -10,6 +10,7 @@ from typing import Any
 
 from flowrl.config.rules import HELP, climbs
 from flowrl.config.training import USES
+from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
 
@@ -222,6 +223,25 @@ def _distilled(source: str, needs: frozenset[str], policy: Any) -> str:
     )
 
 
+def _stop_domain(
+    reward: float, name: str | None, rewards: Any, prompts: Sequence[Mapping[str, Any]]
+) -> str:
+    """Totals of different rewards have no common scale: say which domain is meant. rewards:
+    RewardSet."""
+    what = f"stop.reward={reward:g}"
+    if not rewards.domains:
+        return f"stop.domain={name}: no reward states domains; leave it out" if name else ""
+    known = sorted({str(prompt.get(rewards.domain_field)) for prompt in prompts})
+    if name is None:
+        return (
+            f"{what} reads reward/total, the mean of totals of different rewards, which have no"
+            f" common scale; name a domain by stop.domain={known[0]}"
+        )
+    if name in known:
+        return ""
+    return f'{what}: no prompt has the domain "{name}"{did_you_mean(name, known)}'
+
+
 # Beside words, the facts are: method (the algorithm), processes (of a run, or its teams), rewards
 # (a RewardSet), prompts, held_out (prompts of evaluations), files (media to train on), dataset (the
 # folder that they are from, or None), policy, plan (of the first iteration), spare (prompts of a
@@ -313,6 +333,20 @@ RULES = (
         when=lambda label, weighted, _: label in weighted,
     ),
     Rule(("watch.held_out", "rewards.rules"), _held_out),
+    Rule(
+        ("stop.reward", "stop.domain", "rewards", "prompts"),
+        _stop_domain,
+        when=lambda reward, *_: reward is not None,
+    ),
+    *(
+        Rule(
+            (setting, "rewards.domains"),
+            "{0} is one threshold for the totals of all prompts, and with rewards by domain these"
+            " are sums of different rewards; leave it out",
+            when=lambda value, domains: value is not None and domains,
+        )
+        for setting in ("draw.positive", "data.sampler.success")
+    ),
     # rules on media from files
     Rule(
         ("watch.held_out", "watch.detectors", "files"),

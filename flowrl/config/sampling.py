@@ -194,6 +194,13 @@ class DataConfig(Section):
         ),
     )
 
+    domain: str = Field(
+        "domain",
+        min_length=1,
+        description=(
+            "Column of the prompts that names their domain, which rewards with domains read."
+        ),
+    )
     sampler: ChoiceConfig = Field(ChoiceConfig(), description="Which prompts an iteration sees.")
 
     _places = pydantic.field_validator("train", "eval")(registry.absolute)

@@ -363,6 +363,13 @@ class StopConfig(Section):
         ),
     )
     reward: float | None = Field(None, description="Stop when reward/total reaches this.")
+    domain: Annotated[str | None, read_with("stop.reward")] = Field(
+        None,
+        description=(
+            "Domain whose mean total, reward/total/DOMAIN, stop.reward reads; needed where rewards"
+            " state domains, because totals of different rewards have no common scale."
+        ),
+    )
     hours: PositiveFloat | None = Field(
         None, description="Stop after this time, resumed runs counted from their start."
     )

@@ -39,6 +39,7 @@ class Dataset:
     items: list[list[ScoredImage]]  # images of each prompt; the two of a pair
     weights: dict[str, float]  # reward -> its weight in every total; empty without scores
     kind: Literal["scored", "media", "pairs"] = "scored"  # what a row of the list is
+    mixed: bool = False  # totals are of different rewards, as some are absent from some prompts
 
     @property
     def singles(self) -> int:
@@ -67,6 +68,7 @@ def load(folder: str | Path) -> Dataset:
             f"{path} does not exist{nearby(path)}; `flowrl score MEDIA... --prompt TEXT --reward"
             " NAME -o FOLDER` makes a folder with one"
         )
+    # lines of one text are one prompt, whose facts are those on which all of them agree
     prompts: dict[str, dict[str, Any]] = {}
     items: dict[str, list[ScoredImage]] = {}
     lines = list(_lines(path, contained=path != located(folder)))
@@ -79,6 +81,7 @@ def load(folder: str | Path) -> Dataset:
         prompts=[{"prompt": text, **meta} for text, meta in prompts.items()],
         items=list(items.values()),
         weights=lines[0][2],
+        mixed=any(math.isnan(item.scores[k]) for _, item, own in lines for k in own if own[k]),
     )
 
 
@@ -130,9 +133,11 @@ def _item(path: Path, where: str, entry: Mapping[str, Any]) -> tuple[ScoredImage
     scores = _mapping(f'{where}: "scores"', entry.get("scores", {"total": total}))
     weights = _weights(where, entry, scores)
     raw = {}
+    # beside other scores, one that is missing was absent: the total is without it
+    counted = any(weights[label] for label, value in scores.items() if value is not None)
     for label, value in scores.items():
-        failed = value is None and weights[label] == 0
-        raw[label] = math.nan if failed else _number(f'{where}: the score "{label}"', value)
+        missing = value is None and (weights[label] == 0 or counted)
+        raw[label] = math.nan if missing else _number(f'{where}: the score "{label}"', value)
     return ScoredImage(path=path, file=entry["file"], total=total, scores=raw), weights
 
 

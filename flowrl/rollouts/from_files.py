@@ -146,6 +146,14 @@ def rollout(
     return made, Rewards(raw=raw, weights=dict(weights), total=total, valid=total.isfinite())
 
 
+def with_domains(rewards: Rewards) -> Rewards:
+    """Name the domain of each sample by the rewards that its total has."""
+    there = {k: ~value.isnan() for k, value in rewards.raw.items() if rewards.weights[k]}
+    rows = range(len(rewards.total))
+    domain = ["+".join(k for k, known in there.items() if known[i]) for i in rows]
+    return dataclasses.replace(rewards, domain=domain)
+
+
 @torch.no_grad()
 def add_references(
     policy: Policy,
@@ -220,6 +228,7 @@ def read(source: Source, iteration: int, plan: Plan, ids: Tensor) -> Drawn:
             crop=cfg.data.crop,
             dropout=bool(cfg.algorithm.get("prompt_dropout")),
         )
+    rewards = with_domains(rewards) if dataset.mixed else rewards
     return Drawn(batch=batch, rollout=made, rewards=rewards, shown=torch.empty(0))
 
 

@@ -79,5 +79,6 @@ class Drawn:
     rewards: Rewards  # (B,) scores of the samples
     # media of the first samples, at least SHOWN of them; empty for samples from files
     shown: Tensor
-    # reward that a good sample exceeds (draw.mode=balance), by which trained samples are chosen
-    threshold: float | None = None
+    # (P,) fp32 reward that a good sample of each prompt exceeds (draw.mode=balance), by which
+    # trained samples are chosen
+    threshold: Tensor | None = None

@@ -22,6 +22,7 @@ from torch import Tensor
 from flowrl.data import prompts
 from flowrl.rewards import RewardUnavailable
 from flowrl.rewards import concat as concat_rewards
+from flowrl.rewards.core.domains import domains_of
 from flowrl.rollouts.join import join
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
@@ -55,10 +56,7 @@ def refill(
 def balance(source: Source, sample: Sample, first: Drawn) -> Drawn:
     """Sample prompts again until half of their samples are good, in draw.rounds more rounds at
     most."""
-    cfg, world = source.cfg, source.world
-    threshold = cfg.draw.positive
-    if threshold is None:
-        threshold = middle(world.gather(first.rewards.total))
+    cfg, world, threshold = source.cfg, source.world, thresholds(source, first)
     drawn, rows = [first], [torch.arange(len(first.batch))]
     half = cfg.batch.group // 2
     good, bad = counts(first, threshold)
@@ -72,9 +70,27 @@ def balance(source: Source, sample: Sample, first: Drawn) -> Drawn:
                 drawn.append(sample(first.batch.ids[again], round_=r))
         if len(again):
             rows.append(again)
-            for count, more in zip((good, bad), counts(drawn[-1], threshold), strict=True):
+            for count, more in zip((good, bad), counts(drawn[-1], threshold[again]), strict=True):
                 count[again.to(count.device)] += more
     return replace(within(drawn, rows), threshold=threshold)
+
+
+def thresholds(source: Source, first: Drawn) -> Tensor:
+    """The reward (P,) fp32 that a good sample of each prompt exceeds: draw.positive, or the median
+    of its domain in the first round of all processes."""
+    cfg, world, found = source.cfg, source.world, first.rewards
+    names = domains_of(source.rewards, first.batch.meta) or [""] * len(first.batch)
+    if cfg.draw.positive is not None:
+        return torch.full((len(names),), cfg.draw.positive)
+    totals = world.gather(found.total)
+    if found.domain is None:
+        return torch.full((len(names),), middle(totals))
+    whose = [name for part in world.collect(found.domain) for name in part]
+    of = {
+        domain: middle(totals[torch.tensor([name == domain for name in whose])])
+        for domain in {*whose}
+    }
+    return torch.tensor([of[name] for name in names])
 
 
 def total(source: Source, count: Tensor) -> float:
@@ -130,9 +146,11 @@ def middle(rewards: Tensor) -> float:
     return float(below.max() if len(below) and not bool((r > r.median()).any()) else r.median())
 
 
-def counts(drawn: Drawn, threshold: float) -> tuple[Tensor, Tensor]:
-    """Count each prompt's valid samples above the threshold, and at or below it -> (P,), (P,)."""
+def counts(drawn: Drawn, thresholds: Tensor) -> tuple[Tensor, Tensor]:
+    """Count each prompt's valid samples above its threshold (P,), and at or below it -> (P,),
+    (P,)."""
     group, rewards = drawn.rollout.group, drawn.rewards.total
+    threshold = thresholds.to(group.device)[group]
     zeros = torch.zeros(len(drawn.batch), dtype=torch.int64, device=group.device)
     good, bad = rewards > threshold, rewards <= threshold  # both are False for NaN
     return zeros.index_add(0, group, good.long()), zeros.index_add(0, group, bad.long())
@@ -150,8 +168,8 @@ def chosen(drawn: Drawn, group_size: int) -> Tensor:
     group, rewards = drawn.rollout.group.cpu(), drawn.rewards.total.cpu()
     kept: list[int] = []
     for g in range(len(drawn.batch)):
-        good = everything[(group == g) & (rewards > drawn.threshold)].tolist()
-        bad = everything[(group == g) & (rewards <= drawn.threshold)].tolist()
+        good = everything[(group == g) & (rewards > drawn.threshold[g])].tolist()
+        bad = everything[(group == g) & (rewards <= drawn.threshold[g])].tolist()
         half = max(min(len(good), group_size // 2), group_size - len(bad))
         kept += sorted(good[:half] + bad[: max(group_size - half, 0)])[:group_size]
     return torch.tensor(kept, dtype=torch.int64)

@@ -175,7 +175,11 @@ def warn(
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
     """Load the rewards, and the other readers of samples; ValueError if a run cannot give what they
     need."""
-    rewards = replace(live.rewards or load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
+    rewards = replace(
+        live.rewards or load_set(cfg.reward),
+        seconds=cfg.guard.reward_seconds,
+        domain_field=cfg.data.domain,
+    )
     if cfg.diversity.features is not None:
         d = cfg.diversity
         rewards = replace(
@@ -214,7 +218,12 @@ def load_data(
     facts.learn(held_out=held_out)
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))
-    check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": held_out})
+    check_meta(
+        rewards,
+        {"data.train": [] if dataset else prompts, "data.eval": held_out},
+        whole=not dataset,
+        scored=facts["method.reads_rewards"],
+    )
     if cfg.guard.check_rewards and not dataset:
         try_own(cfg, rewards, prompts)
     return dataset, prompts, held_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Protocol
@@ -79,11 +80,13 @@ def iterate(trainer: Iterating) -> None:
 
 def stop_rule(stop: StopConfig, metrics: dict[str, float], hours: float) -> str | None:
     """Return the reason why a run ends after an iteration with these metrics; None: it goes on."""
-    reward, kl = metrics["reward/total"], metrics.get("policy/kl", 0.0)
+    name = "reward/total" if stop.domain is None else f"reward/total/{stop.domain}"
+    # an iteration may have no prompt of the domain
+    reward, kl = metrics.get(name, -math.inf), metrics.get("policy/kl", 0.0)
     if stop.kl is not None and kl > stop.kl:
         return f"policy/kl {kl:.4g} exceeds stop.kl={stop.kl}"
     if stop.reward is not None and reward >= stop.reward:
-        return f"reward/total {reward:.4g} reached stop.reward={stop.reward}"
+        return f"{name} {reward:.4g} reached stop.reward={stop.reward}"
     if stop.hours is not None and hours >= stop.hours:
         return f"stop.hours={stop.hours} are over"
     if stop.watch == "stop" and metrics.get("watch/past_peak"):

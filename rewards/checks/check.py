@@ -38,6 +38,7 @@ from flowrl.rewards.checks.contract import (
 from flowrl.rewards.checks.examples import Example
 from flowrl.rewards.checks.order import grouped, in_groups, right_picture, right_prompt, swap_matrix
 from flowrl.rewards.checks.subject import Finding, Subject, examples_of
+from flowrl.rewards.core.domains import is_asked
 from flowrl.types import MediaContext
 
 Check = Callable[[Subject], list[Finding]]
@@ -175,7 +176,8 @@ def before_training(
     noise: dict[str, float] = {}
     examples = examples_of(media[:FEW], prompts[:FEW], context)
     for label, reward in rewards.rewards.items():
-        own = _in_company(examples) if "group" in reward.needs else examples
+        own = [s for s in examples if is_asked(rewards, label, s.meta)]
+        own = _in_company(own) if "group" in reward.needs else own
         if label not in rewards.weighted or len(own) < 2:
             continue
         found = {f.name: f for f in check(reward, own, cheap=True, device=media.device)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,28 +22,37 @@ APART = 1e-6  # least distance between two levels: closer values of the primary 
 
 
 def counted(
-    chosen: RewardSet, raw: Mapping[str, Tensor], group: Tensor | None
+    chosen: RewardSet,
+    raw: Mapping[str, Tensor],
+    group: Tensor | None,
+    asked: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Values (B,) fp32 of the weighted rewards that have a gate or are stratified, from raw ones
-    (B,), NaN where scoring failed. group (B,): needed if a reward is stratified.
+    (B,), NaN where scoring failed. group (B,): needed if a reward is stratified. asked: (B,) bool
+    of rewards that are not asked for every sample; see domains.py.
 
-    NaN where a gate failed, or the reward itself did with its gates open. Samples that are invalid
-    by any reward take no part in levels.
+    NaN where a reward is absent, a gate failed, or the reward itself did with its gates open.
+    Samples that are invalid by any reward take no part in levels.
     """
     weighted = [label for label in raw if chosen.weights[label]]
     doors = {label: door(chosen.gates(label), raw) for label in weighted if chosen.gates(label)}
-    out = {label: behind(raw[label], opened) for label, opened in doors.items()}
+    # an absent reward has no value, be its gate open or closed
+    everywhere = torch.ones(len(next(iter(raw.values()))), dtype=torch.bool)
+    absent = {k: ~asked.get(k, everywhere).to(value.device) for k, value in raw.items()}
+    out = {
+        k: behind(raw[k], opened).masked_fill(absent[k], math.nan) for k, opened in doors.items()
+    }
     strata = {label: chosen.strata[label] for label in weighted if label in chosen.strata}
     if not strata:
         return out
     assert group is not None
     terms = {label: out.get(label, raw[label]) for label in weighted}
-    known = torch.stack([term.isfinite() for term in terms.values()]).all(0)
+    known = torch.stack([term.isfinite() | absent[k] for k, term in terms.items()]).all(0)
     for label, primary in strata.items():
         opened = doors.get(label, torch.ones_like(raw[label]))
-        part = known & (opened == 1)
+        part = known & (opened == 1) & ~absent[label]
         own = within_levels(raw[label], terms[primary], chosen.weights[primary], group, part)
-        out[label] = behind(own, opened)
+        out[label] = behind(own, opened).masked_fill(absent[label], math.nan)
     return out
 
 

@@ -72,9 +72,11 @@ def _score_chunk(
         if not math.isfinite(totals[place]):
             problems[i] = f"left out: {sample.path} could not be scored: {why}"
             continue
+        # an absent score is kept as one that is missing, and is no problem of the file
         scores = {label: values[place] for label, values in raw.items()}
         scored[i] = ScoredSample(sample=sample, scores=scores, total=totals[place])
-        lacking = [label for label, value in scores.items() if not math.isfinite(value)]
+        absent = [label for label, asked in found.asked.items() if not asked[place]]
+        lacking = [k for k, v in scores.items() if not math.isfinite(v) and k not in absent]
         if lacking:
             problems[i] = f"{sample.path} has no score of {', '.join(lacking)}: {why}"
 

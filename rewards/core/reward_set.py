@@ -50,6 +50,9 @@ class RewardSet:
     detectors: SampleReader | None = None
     # labels that are no part of the total, but whose failure invalidates a sample; see credited
     apart: frozenset[str] = frozenset()
+    # label -> domains of the prompts for which it is asked; a label that is not here: all
+    domains: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    domain_field: str = "domain"  # the fact of a prompt that names its domain (data.domain)
     # brings networks that wait in host memory to their device (model.offload=all); None: no network
     # waits
     ready: Callable[[], None] | None = None
@@ -60,6 +63,7 @@ class RewardSet:
     @property
     def needs(self) -> frozenset[str]:
         own = frozenset().union(*(reward.needs for reward in self.rewards.values()))
+        own |= {"meta"} if self.domains else set()
         return own | {"group"} if self.strata else own
 
     @property
@@ -119,7 +123,7 @@ class RewardSet:
         )
 
     def stated(self, label: str) -> dict[str, Any]:
-        """Weight, gate, stratify and mode of a reward, as a config has them."""
+        """Weight, gate, stratify, mode and domains of a reward, as a config has them."""
         rule = self.rules.get(label)
         return {"weight": self.weights[label]} if rule is None else rule.stated
 
@@ -165,8 +169,9 @@ def load_set(spec: Spec | RewardSet) -> RewardSet:
     {"clip": 1.0} gives a weight; {"clip": {"weight": 0.5, "model": "ViT-B-16"}} gives settings too;
     {"strict": {"name": "shapes", "weight": 0, ...}} gives the reward another label; a Reward or a
     function counts with weight 1, or as {"reward": it, "weight": 0.5}. Beside "weight", "gate" and
-    "stratify" name other labels, and "mode" says how a reward is climbed (rules.py). Without
-    labels, a name, a Reward, a function, or a list of them: each has its own name and weight 1.
+    "stratify" name other labels, "mode" says how a reward is climbed, and "domains" for which
+    prompts it is asked (rules.py). Without labels, a name, a Reward, a function, or a list of them:
+    each has its own name and weight 1.
     """
     if isinstance(spec, RewardSet):
         return spec
@@ -182,6 +187,7 @@ def load_set(spec: Spec | RewardSet) -> RewardSet:
         rewards=_load_all(entries),
         weights={label: rule.weight.at(None) for label, rule in rules.items()},
         rules={label: rule for label, rule in rules.items() if not rule.plain},
+        domains={label: rule.domains for label, rule in rules.items() if rule.domains},
     )
 
 
@@ -249,7 +255,7 @@ def _load_entry(label: str, entry: Mapping[str, Any]) -> Reward:
     if options:
         raise ValueError(
             f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only'
-            ' "weight", "gate", "stratify" and "mode" can'
+            ' "weight", "gate", "stratify", "mode" and "domains" can'
         )
     return _as_reward(label, given)
 

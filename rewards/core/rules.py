@@ -5,6 +5,7 @@ weight    a number, or one that changes with the iteration
 gate      {label: least raw value of that reward}: below it, this reward counts 0
 stratify  label of another reward: this one is scaled within its levels; see counted.py
 mode      pg: enters advantages (policy gradient); grad: is climbed by its own gradient beside them
+domains   domains of the prompts for which this one is asked; none: it is asked for all; domains.py
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from flowrl.rewards.core.schedule import WeightSchedule, parse_schedule
 from flowrl.runtime.registry import did_you_mean
 
-KEYS = ("weight", "gate", "stratify", "mode")
+KEYS = ("weight", "gate", "stratify", "mode", "domains")
 MODES = ("pg", "grad")
 TEXTS = ("name", "stratify", "mode")  # keys of an entry whose values are texts, whatever the reward
 COURSE = "{0: 1, 100: 0.2}"  # example of a number that changes with the iteration
@@ -30,11 +31,12 @@ class RewardRule:
     gate: dict[str, WeightSchedule] = field(default_factory=dict)  # label -> threshold
     stratify: str | None = None  # label of the reward within whose levels it is scaled
     mode: str = "pg"  # one of MODES
+    domains: tuple[str, ...] = ()  # domains for which it is asked; empty: all
 
     @property
     def plain(self) -> bool:
         """Whether it is one weight and nothing else."""
-        ruled = self.gate or self.stratify is not None or self.mode != "pg"
+        ruled = self.gate or self.stratify is not None or self.mode != "pg" or self.domains
         return not ruled and len(self.weight.points) == 1
 
     @property
@@ -45,11 +47,12 @@ class RewardRule:
             out["gate"] = {label: least.stated for label, least in self.gate.items()}
         if self.stratify is not None:
             out["stratify"] = self.stratify
+        out |= {"domains": list(self.domains)} if self.domains else {}
         return out if self.mode == "pg" else out | {"mode": self.mode}
 
 
 def parse_rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, RewardRule]:
-    """Read entries {weight, gate, stratify, mode, settings} -> label -> rule; wrong ->
+    """Read entries {weight, gate, stratify, mode, domains, settings} -> label -> rule; wrong ->
     ValueError."""
     rules = {label: parse_rule(label, entry) for label, entry in entries.items()}
     check_rules(rules)
@@ -66,7 +69,8 @@ def parse_rule(label: str, entry: Mapping[str, Any]) -> RewardRule:
         )
     mode = "grad" if entry.get("mode") == "grad" else "pg"
     weight, gate = _weight(label, entry.get("weight", 1.0)), _gate(label, entry.get("gate"))
-    return RewardRule(weight=weight, gate=gate, stratify=stratify, mode=mode)
+    domains = _domains(label, entry.get("domains"))
+    return RewardRule(weight=weight, gate=gate, stratify=stratify, mode=mode, domains=domains)
 
 
 def settings_of(entry: Mapping[str, Any], own: Container[str] = ("mode",)) -> dict[str, Any]:
@@ -115,6 +119,24 @@ def _gate(label: str, value: Any) -> dict[str, WeightSchedule]:
     return out
 
 
+def _domains(label: str, value: Any) -> tuple[str, ...]:
+    """The domains of an entry, each once."""
+    names = [value] if isinstance(value, str | int) else value
+    if names is None:
+        return ()
+    if not isinstance(names, list | tuple) or not names or not all(map(_is_name, names)):
+        raise ValueError(
+            f'reward "{label}": domains={value!r} should be names of domains; write'
+            f" {label}.domains=[photo,poster], or leave it out to ask for all"
+        )
+    return tuple(dict.fromkeys(map(str, names)))
+
+
+def _is_name(value: Any) -> bool:
+    """Whether a value names a domain: a text that is not empty, or a whole number."""
+    return isinstance(value, str | int) and not isinstance(value, bool) and bool(str(value).strip())
+
+
 def check_rules(rules: Mapping[str, RewardRule]) -> None:
     """Raise ValueError where a rule names no other reward, or levels could be reordered."""
     for label, rule in rules.items():
@@ -134,6 +156,13 @@ def _check_other(label: str, other: str, key: str, rules: Mapping[str, RewardRul
     if other not in others:
         near = did_you_mean(other, others) or "; add it to the rewards"
         raise ValueError(f'reward "{label}": {key} names "{other}", which is not here{near}')
+    own, its = (rules[name].domains for name in (label, other))
+    if its and not set(own or ("",)) <= set(its):
+        raise ValueError(
+            f'reward "{label}": {key} names "{other}", which is asked for domains'
+            f" [{', '.join(its)}] alone, and {label} for {', '.join(own) or 'all'}; write"
+            f" {label}.domains=[{','.join(its)}], or give {other} the domains of {label}"
+        )
 
 
 def _check_stratified(label: str, rule: RewardRule, rules: Mapping[str, RewardRule]) -> None:

@@ -22,6 +22,7 @@ from flowrl.data.media import media_kind
 from flowrl.data.prompts import Prompts
 from flowrl.rewards.core.ask import ask
 from flowrl.rewards.core.counted import counted
+from flowrl.rewards.core.domains import check_domains, covers, domains_of, is_asked
 from flowrl.rewards.core.failures import RewardBug, RewardUnavailable, explained, kind_of, kinds_of
 from flowrl.rewards.core.reward import COLUMNS, ORIGINS, Reward
 from flowrl.rewards.core.reward_set import RewardSet, Spec, load_set
@@ -68,6 +69,7 @@ class Samples:
 
 def check_columns(chosen: RewardSet, columns: Iterable[str]) -> None:
     """Check that every column which a reward declares is offered; see check_needs."""
+    # columns that rewards declare, and those that rules about rewards read
     offered = set(columns)
     for label, reward in chosen.rewards.items():
         for column in sorted(reward.needs):
@@ -85,6 +87,12 @@ def check_columns(chosen: RewardSet, columns: Iterable[str]) -> None:
                     f" (provided: {have}); {origin}: {remedy}score in Python with"
                     f" MediaContext({column}=...), or leave this reward out"
                 )
+    if chosen.domains and "meta" not in offered:
+        raise ValueError(
+            f'reward "{next(iter(chosen.domains))}" states domains, and the context column "meta",'
+            f" which names that of each sample, is not provided; {ORIGINS['meta']}: score in"
+            f' Python with MediaContext(meta=[{{"{chosen.domain_field}": ...}}, ...])'
+        )
     for label, primary in chosen.strata.items():
         if "group" not in offered:
             raise ValueError(
@@ -117,7 +125,8 @@ def score(
     load_set; load once and pass the set when scoring often. Returns Rewards on media's device: raw
     parts, total = sum of weight * part (or the counted value of the part), NaN where a weighted
     part (or a pixel) is not finite. Samples with pixels that are not finite are shown to no reward;
-    one that compares the members of a group sees the others.
+    one that compares the members of a group sees the others. A reward with domains is asked for
+    samples of these alone, and adds nothing to the total of others.
     """
     context = MediaContext() if context is None else context
     media = check_media(media, prompts)
@@ -136,22 +145,27 @@ def score_with(
     check_kind(chosen.rewards, media, prompts)
     # Score with each reward in turn, on samples whose pixels are finite.
     samples, rows = Samples(media=media, prompts=prompts, context=context), _visible(media)
+    domains = domains_of(chosen, context.meta or [])
+    asked = covers(chosen, domains)
     raw, errors, kinds = {}, [], Counter[str]()
     if hidden := len(prompts) - len(rows):
         errors = [f"media: {hidden} of {len(prompts)} samples hold NaN or inf pixels"]
         kinds["pixels"] = hidden
     for label in chosen.rewards:
-        one = _evaluate(label, chosen, samples, rows)
+        one = _evaluate(label, chosen, samples, _asked(asked, label, rows))
         raw[label] = one.values.masked_fill(~one.values.isfinite(), math.nan)
         errors += [one.problem] if one.problem else []
         if one.kinds and label in chosen.decisive:
             kinds += one.kinds
     # Add the values up, after rules by which rewards depend on each other.
-    changed = counted(chosen, raw, context.group) if chosen.rules else {}
+    changed = counted(chosen, raw, context.group, asked) if chosen.rules else {}
+    asked = {label: own.to(media.device) for label, own in asked.items()}
     total = _unscored(samples)
     total[rows.to(media.device)] = 0.0
     known = total == 0
     for label, value in (raw | changed).items():
+        if label in asked:  # it adds nothing to a sample for which it is absent
+            value = torch.where(asked[label], value, 0.0)
         if weight := chosen.weights[label]:
             total, known = total + weight * value, known & value.isfinite()
         elif label in chosen.apart:
@@ -170,7 +184,14 @@ def score_with(
         errors=errors,
         kinds=dict(kinds),
         features=None if chosen.features is None else _features(chosen, samples, rows),
+        asked=asked,
+        domain=domains,
     )
+
+
+def _asked(asked: Mapping[str, Tensor], label: str, rows: Tensor) -> Tensor:
+    """Those of the rows for which a reward is asked."""
+    return rows[asked[label][rows]] if label in asked else rows
 
 
 def _features(chosen: RewardSet, samples: Samples, rows: Tensor) -> Tensor:
@@ -191,8 +212,9 @@ def readings(
     scored = score(media, prompts, rewards, context)
     out = {**scored.raw, "total": scored.total}
     samples, visible = Samples(media=media, prompts=prompts, context=context), _visible(media)
+    asked = {label: own.cpu() for label, own in scored.asked.items()}
     for label in rewards.rewards:
-        for rows, found in _parts(label, rewards, samples, visible):
+        for rows, found in _parts(label, rewards, samples, _asked(asked, label, visible)):
             place = rows.to(media.device)
             for part, value in found.items():
                 name = f"{label}/{part}"
@@ -223,12 +245,16 @@ def _parts(
 
 def reward_metrics(rewards: Rewards) -> dict[str, float]:
     """reward/<name>/mean|std, reward/total, reward/invalid and reward/invalid/<kind> of an
-    iteration; kinds are those of flowrl.rewards.core.failures."""
+    iteration, and reward/total/<domain> with rewards by domain; kinds are those of
+    flowrl.rewards.core.failures."""
     out = {
         "reward/total": rewards.total.nanmean().item(),
         "reward/invalid": float((~rewards.valid).sum()),
     }
     out |= {f"reward/invalid/{kind}": float(n) for kind, n in sorted(rewards.kinds.items())}
+    for name, rows in rewards.by_domain().items():
+        if (known := rewards.valid & rows).any():
+            out[f"reward/total/{name}"] = rewards.total[known].mean().item()
     for name, value in rewards.raw.items():
         value = value[~value.isnan()].double()  # fp64, so that equal scores have a deviation of 0
         if len(value):
@@ -249,6 +275,10 @@ def concat(parts: list[Rewards]) -> Rewards:
         kinds=dict(sum((Counter(part.kinds) for part in parts), Counter[str]())),
         features=joined([part.features for part in parts]),
         seen={name: torch.cat([part.seen[name] for part in parts]) for name in parts[0].seen},
+        asked={name: torch.cat([part.asked[name] for part in parts]) for name in parts[0].asked},
+        domain=None
+        if parts[0].domain is None
+        else [d for part in parts for d in part.domain or ()],
     )
 
 
@@ -436,16 +466,21 @@ def _some(column: Any, rows: Tensor) -> Any:
     return [column[i] for i in rows]
 
 
-def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
-    """Check that every prompt carries the values that rewards read, and raise ValueError that names
-    the first which does not; rewards receive all texts."""
+def check_meta(
+    rewards: RewardSet, sources: dict[str, Prompts], *, whole: bool = False, scored: bool = True
+) -> None:
+    """Check that every prompt carries the values that its rewards read, and raise ValueError that
+    names the first which does not; rewards receive the texts of their domains. whole, scored: see
+    `check_domains`."""
+    check_domains(rewards, sources, whole=whole, scored=scored)
     for label, reward in rewards.rewards.items():
+        texts = []
         for source, prompts in sources.items():
-            for prompt in prompts:
+            for prompt in (row for row in prompts if is_asked(rewards, label, row)):
                 _check_prompt(label, reward, prompt, source)
-    texts = [prompt["prompt"] for prompts in sources.values() for prompt in prompts]
-    for reward in rewards.rewards.values() if texts else ():
-        reward.expect(own(texts))
+                texts.append(prompt["prompt"])
+        if texts:
+            reward.expect(own(texts))
 
 
 def _check_prompt(label: str, reward: Reward, prompt: Mapping[str, Any], source: str) -> None:

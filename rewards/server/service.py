@@ -225,8 +225,7 @@ class Service:
     ) -> list[str | None]:
         """Why each sample failed, None where it did not: each is scored alone for its own error."""
         errors: list[str | None] = [None] * len(prompts)
-        raw = torch.stack(list(whole.raw.values()))
-        failed = raw.isnan().any(0).nonzero().flatten().tolist()
+        failed = whole.unscored.nonzero().flatten().tolist()
         for i in failed:
             alone = whole
             if context.group is None and len(prompts) > 1:

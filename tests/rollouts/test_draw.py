@@ -74,7 +74,7 @@ def collected(groups, totals, threshold):
         rollout=rollout,
         rewards=rewards_of(totals),
         shown=torch.empty(0),
-        threshold=threshold,
+        threshold=None if threshold is None else torch.full((3,), threshold),
     )
     assert torch.equal(rollout.group, rows)
     return out
@@ -87,7 +87,7 @@ def test_balance_keeps_half_of_each_side_in_the_order_of_draws_and_fills_up_from
     a, b, c = [1, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [1, nan, 1, 1, 1, 1]
     drawn = collected([0] * 7 + [1] * 5 + [2] * 6, [*a, *b, *c], 0.5)
     assert redraw.chosen(drawn, 4).tolist() == [0, 1, 2, 4, 7, 8, 9, 10, 12, 14, 15, 16]
-    good, bad = redraw.counts(drawn, 0.5)
+    good, bad = redraw.counts(drawn, drawn.threshold)
     assert good.tolist() == [3, 1, 5] and bad.tolist() == [4, 4, 0]
 
 
@@ -163,7 +163,7 @@ def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_dra
     sizes = torch.bincount(group)
     assert bool((sizes % 4 == 0).all()) and len(set(sizes.tolist())) > 1
     for g, size in enumerate(sizes.tolist()):
-        good = total[group == g] > drawn.threshold  # in the order of draws
+        good = total[group == g] > drawn.threshold[g]  # in the order of draws
         for seen in range(4, size, 4):
             assert (
                 min(int(good[:seen].sum()), seen - int(good[:seen].sum())) < 2
@@ -188,7 +188,7 @@ def test_the_median_of_the_first_round_is_the_default_threshold(tmp_path, monkey
     )
     drawn = draw.draw(run.source, 0, run.parts.setup.plan)
     first = drawn.rewards.total[:16]
-    assert drawn.threshold == pytest.approx(float(first.nanmedian()))
+    assert drawn.threshold.tolist() == pytest.approx([float(first.nanmedian())] * 4)
 
 
 @pytest.mark.parametrize(

@@ -271,6 +271,7 @@ class Algorithm:
     guidance: Literal["none"] | None = None  # guidance of the rollout; None: the sampler's setting
     left_out: float = 0.0  # advantage of a sample that `keep` does not train
     trains_network: bool = True  # False: only heads are trained
+    reads_rewards: bool = True  # False: a prompt may have no reward that is asked for its domain
     # clip range against which the ratio's self-test holds low-precision errors
     clip_size: float = 1e-4
 
@@ -313,7 +314,8 @@ class Algorithm:
         scored = rewards if c.outcome == "reward" else self.win_rates(rewards, group)
         stats: dict[str, Any] = {"std": c.std, "ddof": c.ddof, "eps": c.eps, "clip": c.adv_clip}
         if c.combine == "rewards":  # z-score of the weighted sum
-            adv = credit.group_relative(scored.total, group, valid=scored.valid, **stats)
+            stats |= {"valid": scored.valid, "within": scored.within}
+            adv = credit.group_relative(scored.total, group, **stats)
         else:
             adv = credit.combine(scored, group, how=c.combine, **stats)
         if c.keep is not None:

@@ -187,7 +187,7 @@ class World:
             return rewards
         self.meet()
         hurry = self.asked if self.hurry else None
-        told = self._everyone((hurry, rewards.errors[:1], rewards.kinds))
+        told = self._everyone((hurry, rewards.errors[:1], rewards.kinds, rewards.domain or ()))
         if reason := next((reason for reason, *_ in told if reason), None):
             raise Aborted(reason)
         told = self._leaders(told)
@@ -198,9 +198,11 @@ class World:
             seen={},  # left out here: flowrl/training/watch/watch.py gathers it
             total=self.gather(rewards.total),
             valid=self.gather(rewards.valid),
-            errors=[error for _, errors, _ in told for error in errors],
-            kinds=dict(sum((Counter(kinds) for *_, kinds in told), Counter[str]())),
+            errors=[error for _, errors, *_ in told for error in errors],
+            kinds=dict(sum((Counter(kinds) for _, _, kinds, _ in told), Counter[str]())),
             features=self._gather_features(rewards.features),
+            asked={name: self.gather(rows) for name, rows in rewards.asked.items()},
+            domain=None if rewards.domain is None else [d for *_, names in told for d in names],
         )
 
     def _gather_features(self, features: Tensor | None) -> Tensor | None:

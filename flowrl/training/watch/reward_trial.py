@@ -17,6 +17,7 @@ from flowrl.data import conditions, prompts
 from flowrl.rewards import RewardBug, RewardSet, score
 from flowrl.rewards.checks.check import before_training, below_noise
 from flowrl.rewards.checks.contract import FEW
+from flowrl.rewards.core.domains import domains_of, is_asked
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime import registry
@@ -81,9 +82,15 @@ def try_own(cfg: Config, rewards: RewardSet, data: prompts.Prompts) -> None:
         if not (registry.is_live(name) or registry.is_outside("flowrl.rewards", name)):
             continue
         video = reward.video == "only" or "num_frames" in cfg.model.pipeline
-        alone = replace(rewards, rewards={label: reward}, weights={label: 1.0}, rules={})
-        wrong = _wrong(alone, data, FRAMES if video else PICTURE)
-        if wrong and (video or _wrong(alone, data, FRAMES)):
+        alone = replace(
+            rewards, rewards={label: reward}, weights={label: 1.0}, rules={}, domains={}
+        )
+        if not (
+            read := [row for row in data if is_asked(rewards, label, row)]
+        ):  # its domains are those of evaluations
+            continue
+        wrong = _wrong(alone, read, FRAMES if video else PICTURE)
+        if wrong and (video or _wrong(alone, read, FRAMES)):
             raise RewardBug(
                 f"{wrong}; this was a trial on two grey {'videos' if video else 'pictures'} before"
                 " a model is loaded: correct the reward, or set guard.check_rewards=false if it is"
@@ -102,13 +109,15 @@ def _wrong(alone: RewardSet, data: prompts.Prompts, shape: tuple[int, ...]) -> s
 
 
 def first_samples(parts: RunParts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
-    """Sample the first FEW samples of the first iteration, of two prompts if there are two, and
-    decode their media."""
+    """Sample the first FEW samples of the first iteration, of two prompts if there are two, of two
+    domains if rewards tell these apart, and decode their media."""
     cfg, source, leaves = parts.setup.cfg, parts.source, parts.setup.plan.leaves
     whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
+    names = domains_of(source.rewards, whole.meta) or [""] * len(whole)
+    order = sorted(range(len(whole)), key=lambda i: names[:i].count(names[i]))
     each = min(cfg.batch.group, FEW // min(2, len(whole))) // leaves * leaves
     group = max(leaves, each)
-    batch = prompts.select(source.prompts, whole.ids[: max(1, FEW // group)])
+    batch = prompts.select(source.prompts, whole.ids[order[: max(1, FEW // group)]])
     logger.info(f"trying the rewards on {min(FEW, group * len(batch))} samples")
     with source.autocast(), source.policy.view(source.view):
         rollout = roll_out(
