@@ -10,6 +10,7 @@ from torch import Tensor
 from flowrl.data.prompts import Prompts, meta_rows
 from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet
+from flowrl.rewards.core.domains import is_asked
 
 
 def answers_about(
@@ -29,12 +30,16 @@ def answers_about(
         return {}
     # pictures that are not finite were shown to no reward
     rows = torch.nonzero(pictures.flatten(1).isfinite().all(1).cpu()).flatten()
-    scored = pictures[rows.to(pictures.device)]
-    texts, context = meta_rows(prompts, [which[i] for i in rows.tolist()], scored)
     out: Answers = {}
     for label, reward in checklists.items():
+        # a reward with domains was asked about their pictures alone
+        own = [i for i in rows.tolist() if is_asked(rewards, label, prompts[which[i]])]
+        if not own:
+            continue
+        scored = pictures[torch.tensor(own, device=pictures.device)]
+        texts, context = meta_rows(prompts, [which[i] for i in own], scored)
         answers = reward.told(scored, context)
-        entries = zip(rows.tolist(), texts, answers or (), strict=answers is not None)
+        entries = zip(own, texts, answers or (), strict=answers is not None)
         out[label] = [
             {"image": shown[row], "prompt": text, "said": own}
             for row, text, own in entries

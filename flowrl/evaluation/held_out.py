@@ -22,10 +22,12 @@ from flowrl.data import conditions
 from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, meta_rows
 from flowrl.evaluation.answers import answers_about, joined
+from flowrl.evaluation.domains import by_domain
 from flowrl.policy import Cond, Policy
 from flowrl.policy.load import as_policy
 from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet, RewardUnavailable, load_set, readings
+from flowrl.rewards.core.domains import domains_of
 from flowrl.rewards.core.reward_set import Spec
 from flowrl.rollouts.generation import sample
 from flowrl.rollouts.scorer import media_of
@@ -51,6 +53,8 @@ class Evaluation:
     images: Tensor  # (k, *D) media of the images that `spread_rows` chooses
     nfe: int  # network rows an image, guidance branches included
     answers: Answers = field(default_factory=dict)  # answers of checklists about `images`
+    # reading -> (n,) bool, images for which it was asked, where rewards state domains; else all
+    asked: dict[str, Tensor] = field(default_factory=dict)
 
     def mean(self, name: str) -> float:
         return self.values[name].nanmean().item()
@@ -184,8 +188,12 @@ class Evaluator:
             for name, value in part.values.items():
                 values.setdefault(name, torch.full((images,), math.nan))[numbers] = value
         kept = {number: image for _, part in parts for number, image in part.kept.items()}
+        asked: dict[str, Tensor] = {}
+        if domains := domains_of(self.rewards, [self.prompts[i] for i in which]):
+            values, asked = by_domain(values, domains, self.rewards)
         return Evaluation(
             values=values,
+            asked=asked,
             prompt=which,
             images=torch.stack([kept[number] for number in sorted(kept)]),
             nfe=sum(part.calls for _, part in parts) // images,

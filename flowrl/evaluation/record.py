@@ -55,7 +55,10 @@ def _texts(evaluation: Evaluation, prompts: Prompts) -> list[str]:
 
 def _row(evaluation: Evaluation, prompts: Prompts) -> dict[str, Any]:
     texts = _texts(evaluation, prompts)
-    metrics = {key: _metric(value, texts) for key, value in evaluation.values.items()}
+    metrics = {
+        key: _metric(value, texts, evaluation.asked.get(key))
+        for key, value in evaluation.values.items()
+    }
     row = {
         "images": len(texts),
         "prompts": texts[: len(prompts)],
@@ -73,9 +76,9 @@ def _row(evaluation: Evaluation, prompts: Prompts) -> dict[str, Any]:
     return row | ({"answers": evaluation.answers} if evaluation.answers else {})
 
 
-def _metric(value: Tensor, texts: list[str]) -> dict[str, Any] | None:
-    """The mean over the valid images, with its interval over texts; None where no image is
-    valid."""
+def _metric(value: Tensor, texts: list[str], asked: Tensor | None) -> dict[str, Any] | None:
+    """The mean over the valid images, with its interval over texts; None where no image is valid.
+    asked: images that may have a value; None: all."""
     valid = torch.nonzero(~value.isnan()).flatten()
     if not len(valid):
         return None
@@ -85,7 +88,7 @@ def _metric(value: Tensor, texts: list[str]) -> dict[str, Any] | None:
         "mean": interval.mean,
         "ci": interval.ci and list(interval.ci),
         "clusters": len(set(groups)),
-        "invalid": len(value) - len(valid),
+        "invalid": (len(value) if asked is None else int(asked.sum())) - len(valid),
     }
 
 

@@ -21,6 +21,7 @@ from flowrl.evaluation.suites.scores import (
     score,
 )
 from flowrl.evaluation.suites.suite import BY_QUESTION, Task
+from flowrl.rewards.core.domains import is_asked
 
 Values = Mapping[str, np.ndarray]  # reading -> its values (P, n)
 
@@ -84,13 +85,20 @@ def split(task: Task, resampling: Design, reading: str, values: Values) -> Split
     if task.categories is None:
         whole = cells({"": values[reading]}, resampling)
         return Split(overall=whole, rule="mean", scale=scale)
-    member = np.array(task.categories)
+    member, asked = np.array(task.categories), _asked(task, reading)
     columns = {
         name: np.where((member == name)[:, None], values[reading], np.nan)
         for name in dict.fromkeys(task.categories)
+        if asked[member == name].any()
     }
     categories = cells(columns, resampling)
     return Split(overall=categories, rule=rule, scale=scale, categories=categories)
+
+
+def _asked(task: Task, reading: str) -> np.ndarray:
+    """The prompts (P,) bool for whose images a reading was asked; see rewards/core/domains.py."""
+    label = reading.partition("/")[0]
+    return np.array([is_asked(task.rewards, label, prompt) for prompt in task.prompts])
 
 
 def _by_question(
@@ -121,7 +129,9 @@ def _row(
 ) -> dict[str, Any]:
     """The row of a record for one setting."""
     values = measured.values
-    missing = {reading: int(np.isnan(values[reading]).sum()) for reading in readings}
+    missing = {
+        reading: int(np.isnan(values[reading][_asked(task, reading)]).sum()) for reading in readings
+    }
     diversity = {
         kind: cells({"": d[:, None]}, resampling) for kind, d in measured.diversity.items()
     }
