@@ -250,7 +250,7 @@ def parse_run(overrides: list[str] | None, resume: Path | None = None, accept: b
 
     if resume is None:
         cfg = parse_config(overrides)
-        for source in (cfg.data.train, cfg.data.eval) if not cfg.data.offline else ():
+        for source in (*cfg.data.sources, cfg.data.eval) if not cfg.data.offline else ():
             if source:
                 part("flowrl.data.prompts", "check_source")(source)
     else:

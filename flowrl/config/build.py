@@ -158,7 +158,7 @@ def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm) -> None:
 def _example(cfg: Config, live: Live) -> Conditions | None:
     """Return the conditions of the first prompt, if it has some."""
     if live.prompts is None:
-        train = cfg.data.train
+        train = cfg.data.sources[0]
         return None if registry.is_live(train) else data_prompts.example(train, cfg.data.columns)
     found = conditions.of(live.prompts[:1])
     return found[0] if found else None
@@ -172,7 +172,7 @@ def _texts(cfg: Config, live: Live) -> list[str]:
     elif data.offline:
         found = load_dataset(data.offline).prompts
     else:
-        source = data.eval if registry.is_live(data.train) else data.train
+        source = data.eval if registry.is_live(data.train) else data.sources[0]
         found = data_prompts.load_prompts(str(source), data.columns)
     return list(dict.fromkeys(prompt["prompt"] for prompt in found))[:2]
 
@@ -276,7 +276,7 @@ def trained(
         # the checkpoint has these weights, too, as they became
         sections["train"] = cfg.train.model_copy(update={"init_lora": None})
     try:
-        shown = data_prompts.load_prompts(cfg.data.train, cfg.data.columns)[:1]
+        shown = data_prompts.load_prompts(cfg.data.sources[0], cfg.data.columns)[:1]
     except ValueError:
         shown = [{"prompt": p} if isinstance(p, str) else p for p in prompts[:1]]
     return load_tuned(cfg.model_copy(update=sections), saved, Live(prompts=shown))

@@ -216,6 +216,24 @@ RULES = (
         " it out",
         when=lambda team, used: team and used and not {"wandb", "swanlab", "all"} & {*used},
     ),
+    Rule(
+        ("data.mixture", "data.train"), "{1} and data.mixture both name prompts; drop one of them"
+    ),
+    Rule(
+        ("data.mixture", "data.offline"),
+        "{1} replaces the prompts of data.mixture; leave one of the two out",
+    ),
+    *(
+        Rule(
+            ("data.mixture", setting),
+            f"data.mixture draws prompts by weight, and {{1}} by {how}; drop one of them",
+            when=lambda files, mode, other=other: files and mode in other,
+        )
+        for setting, other, how in (
+            ("data.sampler.mode", ("bayes", "bandit"), "what they have shown"),
+            ("draw.mode", ("refill",), "what groups lack"),
+        )
+    ),
     # settings that nothing reads
     Rule(
         ("gradient", "reward"),
@@ -224,9 +242,11 @@ RULES = (
         kind="unread",
     ),
     Rule(
-        ("data.columns", "data.offline", "data.train", "data.eval"),
+        ("data.columns", "data.offline", "data.mixture", "data.train", "data.eval"),
         "neither data.train nor data.eval is a .jsonl, .csv or .parquet file or hf:NAME",
-        when=lambda _, offline, *sources: offline or not any(map(_is_table, sources)),
+        when=lambda _, offline, files, *sources: (
+            offline or not any(map(_is_table, [*sources, *(file["path"] for file in files)]))
+        ),
         kind="unread",
     ),
 )

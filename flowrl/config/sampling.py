@@ -159,6 +159,16 @@ class ChoiceConfig(Section):
     help: HelpConfig = Field(HelpConfig(), description="Help for prompts that never succeeded.")
 
 
+class MixtureFile(Section):
+    path: Place = Field(description="Prompts, given as those of data.train.")
+    weight: float = Field(1.0, description="Share of an iteration's prompts, over the sum of all.")
+    domain: str | None = Field(
+        None, min_length=1, description="Domain of each prompt; none: the prompts carry theirs."
+    )
+
+    _places = pydantic.field_validator("path")(registry.absolute)
+
+
 class DataConfig(Section):
     train: Place = Field(
         "shapes:train",
@@ -194,6 +204,13 @@ class DataConfig(Section):
         ),
     )
 
+    mixture: list[MixtureFile] = Field(
+        [],
+        description=(
+            "Several files in place of train, {path, weight, domain} each: an iteration draws from"
+            " each by its weight. domain is that of a file whose prompts carry none."
+        ),
+    )
     domain: str = Field(
         "domain",
         min_length=1,
@@ -204,6 +221,23 @@ class DataConfig(Section):
     sampler: ChoiceConfig = Field(ChoiceConfig(), description="Which prompts an iteration sees.")
 
     _places = pydantic.field_validator("train", "eval")(registry.absolute)
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources of the prompts to train on."""
+        return [file.path for file in self.mixture] or [self.train]
+
+    @pydantic.field_validator("mixture")
+    @classmethod
+    def check_mixture(cls, files: list[MixtureFile]) -> list[MixtureFile]:
+        if wrong := next((file for file in files if file.weight <= 0), None):
+            raise ValueError(
+                f"{wrong.path} has weight {wrong.weight:g}, which should be above 0; leave the file"
+                " out to draw nothing from it"
+            )
+        if len({file.path for file in files}) < len(files):
+            raise ValueError("names a file twice; name it once, with the sum of its weights")
+        return files
 
     @pydantic.model_validator(mode="after")
     def check_train(self) -> Self:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from flowrl.data import conditions, given, hf, tables, texts
 from flowrl.data.entries import Columns
+from flowrl.data.mixture import Mixture, epoch_part
 from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean, is_place
-from flowrl.samplers import keys
+from flowrl.runtime.text import printable
 from flowrl.types import MediaContext, PromptBatch
 
 Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
@@ -51,6 +52,26 @@ def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
     return [entry for _, entry in tables.read(path, columns)]
 
 
+def load_training(data: Any) -> Prompts:
+    """Load the prompts to train on that section `data` of a config names: those of data.train, or
+    of the files of data.mixture, where the domain of a file is that of each of its prompts."""
+    if not data.mixture:
+        return load_prompts(data.train, data.columns)
+    parts = {}
+    for file in data.mixture:
+        rows = load_prompts(file.path, data.columns)
+        if file.domain is not None:
+            if stated := next((row for row in rows if data.domain in row), None):
+                raise ValueError(
+                    f"data.mixture: {file.path} has domain={file.domain}, and its prompt"
+                    f' "{printable(stated["prompt"], 60)}" has "{data.domain}" itself; leave one of'
+                    " the two out"
+                )
+            rows = [{**row, data.domain: file.domain} for row in rows]
+        parts[file.path] = rows
+    return Mixture(parts, [file.weight for file in data.mixture])
+
+
 def of_words(words: Sequence[str], columns: Columns = tables.NOTHING) -> list[str] | Prompts:
     """Prompts of a command: each word is a prompt, or what `load_prompts` takes. They are texts if
     none of them brings more."""
@@ -81,17 +102,18 @@ def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBa
 
     An epoch is a shuffle by (seed, epoch) cut into whole batches. It depends on the arguments
     alone, so a resumed run continues with the prompts it would have seen. No prompt is twice in a
-    batch; the remainder of an epoch, another one each time, is left out. ids are places in
-    `prompts`. A size above the number of prompts -> ValueError.
+    batch; the remainder of an epoch, another one each time, is left out. A mixture draws from each
+    of its files by weight. ids are places in `prompts`. A size above the number of prompts ->
+    ValueError.
     """
     if size > len(prompts):
         raise ValueError(
             f"batch.prompts={size} is more than the {len(prompts)} prompts of data.train; try"
             f" {len(prompts)} or add prompts"
         )
-    epoch, place = divmod(iteration, len(prompts) // size)
-    order = keys.permutation(torch.tensor(keys.key(seed, "prompts", epoch)), len(prompts))
-    return select(prompts, order[place * size : (place + 1) * size])
+    if isinstance(prompts, Mixture):
+        return select(prompts, prompts.drawn(iteration, size, seed))
+    return select(prompts, epoch_part(len(prompts), iteration=iteration, size=size, seed=seed))
 
 
 def select(prompts: Prompts, ids: Tensor) -> PromptBatch:

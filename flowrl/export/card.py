@@ -43,7 +43,7 @@ def render(order: Order, kinds: Mapping[str, str], files: Sequence[str]) -> str:
         kinds=kinds,
         model="flowrl's embedded model" if is_embedded(source) else base or _name(source),
         order=order,
-        prompts=_name(cfg.data.train),
+        prompts=", ".join(map(_name, cfg.data.sources)),
         rewards_seen=_curve(seen),
         title=order.push or order.output.stem,
         version=__version__,

@@ -15,7 +15,7 @@ from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
 from flowrl.data.conditions import check_alike, files, has_source
-from flowrl.data.prompts import Prompts, load_prompts, references
+from flowrl.data.prompts import Prompts, load_prompts, load_training, references
 from flowrl.data.scored_dataset import Dataset
 from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
@@ -205,7 +205,7 @@ def load_data(
     """Load (the dataset in place of samples or None, prompts to train on, held-out prompts)."""
     dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
     data = cfg.data
-    prompts = dataset.prompts if dataset else live.prompts or load_prompts(data.train, data.columns)
+    prompts = dataset.prompts if dataset else live.prompts or load_training(data)
     facts.learn(
         rewards=rewards,
         prompts=prompts,

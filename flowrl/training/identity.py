@@ -185,7 +185,7 @@ def _named(cfg: Config) -> Iterator[str]:
     """Yield files that settings name and a run reads, and the folders of a model and of a LoRA."""
     data = cfg.data
     offline = str(list_of(Path(data.offline))) if data.offline else None
-    texts = [data.train, data.eval, offline]
+    texts = [*data.sources, data.eval, offline]
     settings = (cfg.algorithm, *(s.model_dump() for s in (cfg.model, data, cfg.diversity)))
     for value in chain(*(flatten(section).values() for section in settings)):
         texts += [value.rpartition(":")[0]] if is_place(value) else []
@@ -201,7 +201,7 @@ def _datasets(cfg: Config) -> dict[str, str]:
     """Return versions of the datasets that `data` names: a hash of a folder's files, or the
     library's fingerprint of a dataset on the hub, which depends on its commit."""
     found = {}
-    for source in (cfg.data.train, cfg.data.eval):
+    for source in (*cfg.data.sources, cfg.data.eval):
         if source is not None and hf.is_dataset(source):
             folder = hf.folder_of(source)
             found[source] = digest(folder) if folder else hf.fingerprint(source)

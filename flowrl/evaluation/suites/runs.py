@@ -21,7 +21,7 @@ from flowrl.config import build
 from flowrl.config.load import read_config
 from flowrl.config.schema import Config
 from flowrl.data import scored_dataset
-from flowrl.data.prompts import Prompts, load_prompts
+from flowrl.data.prompts import Prompts, load_training
 from flowrl.evaluation.held_out import Sampling, settings_of
 from flowrl.evaluation.suites.contamination import contamination
 from flowrl.evaluation.suites.measure import Measured, MeasureJournal
@@ -243,7 +243,9 @@ def peaks(
     for name, curve in curves.items():
         label = name.partition("/")[0]
         repeats = name != label and curve == curves.get(label)
-        if name == "total" or label in trained or len(curve) < 2 or repeats:
+        # with rewards by domain, a reading is eval/DOMAIN/REWARD
+        summed = {"total", "macro", *trained} & {*name.split("/")}
+        if summed or len(curve) < 2 or repeats:
             continue
         best, last = max(curve, key=lambda i: (curve[i], -i)), max(curve)
         out[name] = {
@@ -288,7 +290,7 @@ def _contamination(cfg: Config, task: Task) -> tuple[dict[str, Any] | None, str 
 def _training_prompts(cfg: Config) -> Prompts:
     if cfg.data.offline:
         return scored_dataset.load(cfg.data.offline).prompts
-    return load_prompts(cfg.data.train, cfg.data.columns)
+    return load_training(cfg.data)
 
 
 def _warnings(task: Task, record: dict[str, Any], copied: dict[str, Any] | None) -> list[str]:
