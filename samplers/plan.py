@@ -1,10 +1,11 @@
 """Constructors of Plan: which edges one copy of a prompt walks, which are SDE, which are trained.
 
-full, ode, window: one path. branch, tree, fan, granular: several leaves share prefixes. compress: a
-coarser ODE tail (MixGRPO-Flash). The last edge of every plan is deterministic: there std -> 0 and a
-log-prob overflows; only noise that a policy learned does not vanish there (full(last=True)). All
-take sigmas (T+1,) descending; step i goes from sigmas[i] to sigmas[i+1]. eta = 0 gives an all-ODE
-plan. `init` says which roots share x_T: "sample" none, "group" those of one prompt, "batch" all.
+full, ode, window: one path. branch, tree, fan, granular, dense: several leaves share prefixes.
+compress: a coarser ODE tail (MixGRPO-Flash). The last edge of every plan is deterministic: there
+std -> 0 and a log-prob overflows; only noise that a policy learned does not vanish there
+(full(last=True)). All take sigmas (T+1,) descending; step i goes from sigmas[i] to sigmas[i+1].
+eta = 0 gives an all-ODE plan. `init` says which roots share x_T: "sample" none, "group" those of
+one prompt, "batch" all.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -238,6 +239,36 @@ def fan(
     return granular(
         sigmas, steps=steps, children=children, strides=(1,), eta=eta, sde=sde, init=init
     )
+
+
+def dense(
+    sigmas: Tensor,
+    *,
+    etas: Sequence[float],
+    sde: str = "flow_sde",
+    init: Init = "sample",
+) -> Plan:
+    """DenseGRPO (arXiv:2601.20218): full, and each of its states finished by ODE, too.
+
+    etas: noise level of each step but the last. The first leaf ends the chain itself, and is the
+    completion of its last noisy step; the others complete x_T and the states after the steps before
+    that, in this order. Leaves T; NFE T (T + 1) / 2, since a completion shares its first call with
+    the chain; trained T - 1.
+    """
+    edges = PlanBuilder(sigmas, max(etas, default=0.0), sde, init)
+    last = edges.steps - 1
+    if len(etas) != last:
+        raise ValueError(
+            f"etas has {len(etas)} noise levels, and {edges.steps} steps have {last} noisy ones;"
+            " give one for each step but the last"
+        )
+    edges.chain(-1, range(edges.steps), noisy=lambda i: i < last)
+    for k in range(last):  # edge k - 1 leads to the state of step k
+        finish(edges, k - 1, k, 1)
+    plan = edges.build()
+    eta = torch.zeros_like(plan.eta)
+    eta[:last] = torch.tensor(list(etas), dtype=torch.float64)
+    return dataclasses.replace(plan, eta=eta)
 
 
 def granular(

@@ -2,6 +2,7 @@
 
 spread gives each transition the mean of its leaves; branch, tree_backup and granular are the credit
 rules of BranchGRPO, TreeGRPO and G2RPO; siblings and td compare transitions that leave one state;
+gains and dense (DenseGRPO) compare the ODE completions of the two states that a step joins;
 decisiveness tells how much each depth decides. siblings, td and granular group by the rows of
 rollout.states, so all copies of a prompt must lie in one process.
 """
@@ -9,7 +10,7 @@ rollout.states, so all copies of a prompt must lie in one process.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -160,6 +161,50 @@ def tree_backup(
     """
     ok = usable(leaf_advantages, valid)
     return backed_up(rollout, leaf_advantages, ok, temperature)[0].float()
+
+
+def gains(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """DenseGRPO's dR (arXiv:2601.20218): the reward of the completion of the state that a
+    transition reaches minus that of the state it leaves, leaf (B,) -> (N,) fp64.
+
+    On the plan dense, where exactly one leaf completes each state by ODE. Along a chain the gains
+    add up to its own reward minus that of the completion of x_T. NaN where one of the two is NaN or
+    invalid.
+    """
+    value = torch.where(usable(leaf, valid), leaf.double(), torch.nan)
+    at, size = rollout.leaf_edge, len(rollout.src)
+    # the completion of x_T lies below no stored transition: it is found by its tree
+    first, trees = at < 0, int(rollout.tree.max()) + 1
+    start = torch.full((trees,), torch.nan, dtype=torch.float64, device=leaf.device)
+    start[rollout.tree[first]] = value[first]
+    after = torch.full((size,), torch.nan, dtype=torch.float64, device=leaf.device)
+    after[at[~first]] = value[~first]
+    top = start[of_transitions(rollout, rollout.tree)]
+    return after - torch.where(rollout.parent < 0, top, after[rollout.parent])
+
+
+def dense(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None, **stats: Any) -> Tensor:
+    """Z-score of each step's own gain among those of its prompt at that step: leaf (B,) -> (N,)
+    fp32. stats: ddof, eps and clip of group_relative. A step without a gain gets 0."""
+    gain = gains(rollout, leaf, valid=valid)
+    step = of_transitions(rollout, rollout.group) * rollout.plan.edges + depths(rollout)
+    return group_relative(gain, step, **stats)
+
+
+def step_gains(rollout: Rollout, rewards: Rewards) -> dict[str, float]:
+    """Means over usable samples of a dense plan: dense/reward of the trajectories themselves,
+    dense/gain/STEP of each step, and dense/balance/STEP, the share of gains above 0 minus that of
+    gains below 0. 0 where there is none."""
+    gain, depth = gains(rollout, rewards.total, valid=rewards.valid), depths(rollout)
+    # a trajectory's own end lies below its last noisy step
+    last = (rollout.leaf_edge >= 0) & (depth[rollout.leaf_edge] == depth.max())
+    ends = rewards.total[last & usable(rewards.total, rewards.valid)].double()
+    out = {"dense/reward": float(ends.sum()) / max(len(ends), 1)}
+    for step in sorted(set(depth.tolist())):
+        found = gain[(depth == step) & ~gain.isnan()]
+        for name, value in (("gain", found), ("balance", found.sign())):
+            out[f"dense/{name}/{step}"] = float(value.sum()) / max(len(found), 1)
+    return out
 
 
 def granular(

@@ -90,6 +90,7 @@ COUNTS: dict[str, dict[str, str]] = {  # of methods: what counts steps, branches
     "rwr": {"algorithm.steps": "2"},
     "nft": {"algorithm.steps": "2"},
     "crd": {"algorithm.steps": "2"},
+    "dense_grpo": {"batch.group": "8"},
     "tempflow_grpo": {"batch.group": "6", "algorithm.tree.children": "2"},
     "tree_grpo": {"batch.group": "3", "algorithm.window.size": "1"},
 }

@@ -369,6 +369,7 @@ SHIPPED = {
     "tree_grpo": (27, 3 + 9 + 27, {"window": {"schedule": "geometric", "size": 2, "rate": 0.5}}),
     "tempflow_grpo": (54, 54, {"tree": {"children": 4, "steps": (0, 1, 2, 3)}}),
     "granular_grpo": (288, 96, {"tree": {"children": 4, "steps": (0, 1, 2, 3), "strides": (1, 2)}}),
+    "dense_grpo": (10, 9, {}),
     "flow_dppo": (1, 3, {"trust": {"threshold": 0.02}}),
     "mix_dppo": (1, 4, {"trust": {"threshold": 0.02}}),
     "grpo_guard": (1, 7, {}),
@@ -385,6 +386,7 @@ NFE = {
     "branch_grpo_mix": 203,
     "tree_grpo": 1 + (1 + 3 + 9) + 27 * 4,  # of 8 steps, from the step drawn for iteration 0
     "tempflow_grpo": 9 + 6 * 45,
+    "dense_grpo": 55,
     "granular_grpo": (
         8 + 12 * sum(1 + sum(-(-(15 - k) // stride) - 1 for stride in (1, 2, 3)) for k in range(8))
     ),

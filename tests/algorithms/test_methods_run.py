@@ -26,6 +26,7 @@ SMALL = {  # what makes each small enough, of four steps
         "algorithm.window.size": "1",
         "algorithm.window.every": "1",
     },
+    "dense_grpo": {"batch.group": "8"},
     "tempflow_grpo": {"batch.group": "6", "algorithm.tree.children": "2"},
     "granular_grpo": {
         "batch.group": "4",

@@ -95,6 +95,7 @@ PAPERS = {
     ("branch_grpo", "flux.1-dev"): (20, 16, None, None, 0.3),
     ("branch_grpo_mix", "flux.1-dev"): (20, 16, None, None, 0.3),
     ("tree_grpo", "sd3.5-medium"): (10, 27, None, None, None),
+    ("dense_grpo", "sd3.5-medium"): (None, None, None, None, None),
     ("tempflow_grpo", "sd3.5-medium"): (10, None, None, None, 0.7),
     ("granular_grpo", "flux.1-dev"): (16, 8 * 12 * 3, None, None, 0.7),
     ("pref_grpo", "flux.1-dev"): (25, 8, 2, 1e-5, 0.7),

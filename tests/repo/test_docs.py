@@ -366,7 +366,8 @@ def test_pages_name_the_metrics_that_a_loss_logs_and_no_other(name):
     own = set(re.findall(r"^\| `(policy/\w+)` \|", page, re.M))
     assert own <= logged.keys() <= own | shared and not own & shared
     forks = {name.split("/")[1] for name in algorithm.observe(rollout, rewards)}
-    assert forks == ({"variance"} if rollout.plan.leaves > 1 else set())
+    watched = {"reward", "gain", "balance"} if name == "dense_grpo" else {"variance"}
+    assert forks == (watched if rollout.plan.leaves > 1 else set())
 
 
 def test_the_overview_says_of_every_algorithm_what_it_needs():

@@ -36,6 +36,8 @@ RUNS = {
         "diversity__entropy": "0.5",
         "watch__detectors": "[saturation,diversity,drift]",
     },
+    # two trajectories of a prompt, each with its four completions
+    "dense_grpo": {**RUN, "batch__group": "8", "data__eval": "null"},
     # every group counts as flat, so that each process adds a fresh prompt of its own; the second
     # iteration trains groups of the first again
     "dgpo": {
@@ -67,6 +69,7 @@ MIXED = {
 }
 SIGNALLED = {**RUNS["flow_grpo"], "iterations": "5", "checkpoint__every": "50"}
 small.ALGORITHMS.setdefault("dgpo", {})
+small.ALGORITHMS.setdefault("dense_grpo", {})
 
 
 def smooth(media, *_):
@@ -105,7 +108,7 @@ def signalled(media, *_):
 
 
 def train_all(folder):
-    """In each of two processes: six runs, the last one through the command line, and what they
+    """In each of two processes: seven runs, the last one through the command line, and what they
     print in a file."""
     signals.GRACE = 900
     runs = [
@@ -113,6 +116,7 @@ def train_all(folder):
         (None, small.words(folder / "mixed", **MIXED)),
         (smooth, small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"])),
         (smooth, small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"])),
+        (smooth, small.words(folder / "dense_grpo", "dense_grpo", **RUNS["dense_grpo"])),
         (signalled, small.words(folder / "signalled", "flow_grpo", **SIGNALLED)),
     ]
     load_rewards = build.load_set
@@ -148,7 +152,7 @@ def step_by_step(run):
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo", "dgpo"])
+@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo", "dgpo", "dense_grpo"])
 def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(build, "load_set", lambda _: load_set({"spread": smooth}))
     words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm])

@@ -61,6 +61,9 @@ def without_tail(c: TransitionConfig, sigmas: Tensor, sampler: Sampler, start: i
         common |= {"splits": t.splits, "children": t.children, "correlation": t.correlation}
         noisy = range(start, start + size) if t.noisy == "window" else None
         return plans.branch(sigmas, noisy=noisy, **common)
+    if c.plan == "dense":
+        etas = [common.pop("eta")] * (len(sigmas) - 2)
+        return plans.dense(sigmas, etas=etas, **common)
     forks = range(len(sigmas) - 2) if t.steps is None else t.steps
     if c.plan == "fan":
         return plans.fan(sigmas, steps=forks, children=t.children, **common)

@@ -22,8 +22,10 @@ from flowrl.runtime.rule import Rule, read_above, read_when, read_with
 from flowrl.samplers import sde
 from flowrl.types import Plan
 
-FORKING = ("branch", "tree", "fan", "granular")  # plans whose samples share steps
-OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score edges, not samples
+BRANCHING = ("branch", "tree", "fan", "granular")  # plans whose nodes have children to choose
+FORKING = (*BRANCHING, "dense")  # plans whose samples share steps
+# credit rules that z-score edges, not samples
+OWN_STATISTICS = ("depth", "siblings", "granular", "dense")
 
 
 def known_sde(name: str) -> str:
@@ -92,7 +94,7 @@ class Window(base.Options):
 class Tree(base.Options):
     """The forks of trajectories."""
 
-    children: Annotated[PositiveInt, planned(*FORKING)] = Field(
+    children: Annotated[PositiveInt, planned(*BRANCHING)] = Field(
         2, description="Children of a node that forks."
     )
     splits: Annotated[tuple[int, ...], planned("branch")] = Field(
@@ -197,6 +199,12 @@ RULES = (
         kind="unread",
     ),
     Rule(
+        ("algorithm.credit", "batch.group", "plan.leaves"),
+        "{1} is one trajectory with its completions, and {0} compares the gains of several at each"
+        " step; use a multiple of {plan.leaves}",
+        when=lambda credit, group, leaves: credit == "dense" and group == leaves,
+    ),
+    Rule(
         ("algorithm.prune.width", "algorithm.prune.leaves", "batch.group"),
         "prune.leaves={algorithm.prune.leaves} best and as many worst are all of {2}; lower"
         " prune.leaves",
@@ -232,12 +240,12 @@ RULES = (
 class TransitionConfig(base.Credit, base.Anchor):
     learns_noise: ClassVar[bool] = False  # whether the policy predicts the std of a step
 
-    plan: Literal["full", "window", "branch", "tree", "fan", "granular"] = Field(
+    plan: Literal["full", "window", "branch", "tree", "fan", "granular", "dense"] = Field(
         "full",
         description=(
             "Which steps are SDE: every step but the last (full), those of a window (window), or,"
             " with forks, at splits (branch), in a window (tree) or off an ODE trunk (fan,"
-            " granular)."
+            " granular). dense: full, and every state is finished by ODE, too."
         ),
     )
     window: Annotated[Window, WINDOWED] = Field(
@@ -260,13 +268,14 @@ class TransitionConfig(base.Credit, base.Anchor):
     tail_count: Annotated[Literal["paper", "code"], read_with("algorithm.tail")] = Field(
         "paper", description="How tail is rounded: up (paper) or as the reference code counts."
     )
-    credit: Literal["leaf", "depth", "backup", "td", "siblings", "granular"] = Field(
+    credit: Literal["leaf", "depth", "backup", "td", "siblings", "granular", "dense"] = Field(
         "leaf",
         description=(
             "Advantage of a step: the mean over its leaves (leaf); z-scored at each depth (depth);"
             " backed up from its leaves by log-prob (backup); the mean over its leaves plus the"
             " gain over the node it starts from (td); z-scored among siblings (siblings); the same"
-            " for each stride, summed (granular)."
+            " for each stride, summed (granular); z-scored gain of the step, by the rewards of the"
+            " ODE completions of its two states (dense)."
         ),
     )
     fusion: Annotated[Literal["mean", "path", "recursive"], credited("depth")] = Field(
@@ -306,6 +315,11 @@ class TransitionConfig(base.Credit, base.Anchor):
                 f"algorithm.std={self.std} has no meaning for credit={self.credit}, which z-scores"
                 " edges; use std=group"
             )
+        if (self.plan == "dense") != (self.credit == "dense"):
+            raise ValueError(
+                f"algorithm.plan={self.plan} with credit={self.credit}: plan=dense completes every"
+                " state, and credit=dense compares these completions; set both, or neither"
+            )
         if self.keep is not None and (self.plan in FORKING or self.credit != "leaf"):
             raise ValueError(
                 f"algorithm.keep={self.keep} leaves out whole samples, which plan={self.plan} with"
@@ -324,7 +338,7 @@ class TransitionConfig(base.Credit, base.Anchor):
 
     @model_validator(mode="after")
     def check_plan_options(self) -> TransitionConfig:
-        if self.tail is not None and self.plan in ("fan", "granular"):
+        if self.tail is not None and self.plan in ("fan", "granular", "dense"):
             raise ValueError(
                 f"algorithm.tail={self.tail} shortens what follows the last noisy step, and"
                 f" plan={self.plan} has several; drop it"

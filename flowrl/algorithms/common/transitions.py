@@ -80,7 +80,8 @@ class TransitionMethod(base.Anchored):
             rewards = Rewards(raw={}, weights={}, total=leaf, valid=valid)
             return credit.branch(rollout, rewards, weighting=c.fusion, scope=c.scope, **stats)
         if c.credit in OWN_STATISTICS:
-            rule = credit.siblings if c.credit == "siblings" else credit.granular
+            rules = {"siblings": credit.siblings, "granular": credit.granular}
+            rule = rules.get(c.credit, credit.dense)
             own = credit.group_relative(leaf, rollout.group, valid=valid, **stats)
             return Advantages(leaf=own, transition=rule(rollout, leaf, valid=valid, **stats))
         if c.credit == "backup":
@@ -92,9 +93,12 @@ class TransitionMethod(base.Anchored):
         return Advantages(leaf=leaf, transition=edge)
 
     def observe(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-        """How much of the variance of rewards each step decides, for plans that fork."""
+        """How much of the variance of rewards each step decides, for plans that fork; and for dense
+        what each step gains, and the reward of whole trajectories."""
         if self.config.plan not in FORKING:
             return {}
+        if self.config.plan == "dense":
+            return credit.step_gains(rollout, rewards)
         return {
             f"tree/variance/{step}": value
             for step, value in credit.decisiveness(
