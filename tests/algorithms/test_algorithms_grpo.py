@@ -422,7 +422,7 @@ def test_a_toy_flow_learns_with_every_shipped_configuration(name):
     history = learn(
         algorithm,
         iterations=20,
-        copies=8 if cfg.algorithm["plan"] in ("full", "window") else 1,
+        copies=8 if cfg.algorithm["plan"] in ("full", "window", "dense") else 1,
         sampler=cfg.sampler,
     )
     assert sum(history[-5:]) / 5 > 0.6 * sum(history[:3]) / 3

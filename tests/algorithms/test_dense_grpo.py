@@ -16,7 +16,7 @@ from flowrl.types import SDE
 DENSE = {"plan": "dense", "credit": "dense"}
 STEPS = len(GRID) - 1
 small.ALGORITHMS.setdefault("dense_grpo", {})
-RUN = {"data__eval": "null", "batch__group": "8", "sampler__steps": "4", "iterations": "2"}
+RUN = {"data__eval": "null", "batch__group": "6", "sampler__steps": "3", "iterations": "2"}
 
 
 def made(**options):
@@ -159,11 +159,11 @@ def test_completions_have_the_guidance_of_the_rollout():
 
 
 def test_a_run_scores_all_leaves_and_a_resumed_one_equals_it(tmp_path):
-    """Two prompts of eight samples: two trajectories with four leaves each."""
+    """Two prompts of six samples: two trajectories with three leaves each."""
     small.trainer(tmp_path / "whole", "dense_grpo", **RUN).run()
     for line in small.lines(tmp_path / "whole"):
-        assert {f"dense/{what}/{k}" for what in ("gain", "balance") for k in range(3)} < set(line)
-        assert line["policy/rows"] <= 2 * 2 * 3 and line["nfe/rollout"] == 2 * 2 * 10
+        assert {f"dense/{what}/{k}" for what in ("gain", "balance") for k in range(2)} < set(line)
+        assert line["policy/rows"] <= 2 * 2 * 2 and line["nfe/rollout"] == 2 * 2 * 6
     small.trainer(tmp_path / "run", "dense_grpo", **(RUN | {"iterations": "1"})).run()
     result = small.invoke("train", "--resume", tmp_path / "run", "iterations=2")
     assert result.exit_code == 0, result.output
@@ -175,8 +175,8 @@ def test_a_run_scores_all_leaves_and_a_resumed_one_equals_it(tmp_path):
     [
         ({"algorithm__credit": "leaf"}, "plan=dense with credit=leaf: plan=dense completes every"),
         ({"algorithm__plan": "full"}, "plan=full with credit=dense: .* set both, or neither"),
-        ({"batch__group": "6"}, "batch.group=6 is not a multiple of the plan's 4 leaves; try 4"),
-        ({"batch__group": "4"}, "group=4 is one trajectory with its completions, and algorithm.cr"),
+        ({"batch__group": "8"}, "batch.group=8 is not a multiple of the plan's 3 leaves; try 6"),
+        ({"batch__group": "3"}, "group=3 is one trajectory with its completions, and algorithm.cr"),
         (
             {"algorithm__std": "global"},
             "std=global has no meaning for credit=dense, which z-sco",
