@@ -236,6 +236,7 @@ def test_a_run_logs_the_share_that_is_held(tmp_path, more):
         ({"algorithm__kl_gate__auxiliary": "[jpeg]"}, r"auxiliary=\[jpeg\]; name others there"),
         ({"algorithm__kl_gate__auxiliary": "[clip]"}, "names clip, and the rewards are jpeg, satu"),
         ({"algorithm__kl_gate__main": "clip"}, "or add it to be measured only, as reward.clip.we"),
+        ({"reward__saturation__domains": "[a]"}, "one of them is asked for the prompts of some do"),
         ({"algorithm__kl_gate__share": "0"}, "kl_gate.share=0 should be greater than 0"),
         ({"algorithm__kl_gate__sign": "paper"}, "sign='paper' should be 'hacked' or 'code'"),
     ],

@@ -211,6 +211,12 @@ class Anchor(Options):
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("algorithm.kl_gate", "rewards.rewards", "dataset"), unknown_labels),
         Rule(
+            ("algorithm.kl_gate.main", "algorithm.kl_gate.auxiliary", "rewards.domains"),
+            "{0} and {1} are ranked over all samples, and one of them is asked for the prompts of"
+            " some domains alone; name rewards of all prompts",
+            when=lambda main, auxiliary, domains: {main, *auxiliary} & domains.keys(),
+        ),
+        Rule(
             ("replay.size", "algorithm.kl_gate.main"),
             "{0} trains samples of earlier iterations again, and {1} ranks those of one; leave one"
             " of the two out",
