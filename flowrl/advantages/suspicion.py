@@ -31,7 +31,8 @@ def suspects(
     u is the mean of the auxiliary rewards' ranks minus the rank of `main` (hacked: main ranks the
     sample higher than the others do), or the reverse (code: as in the authors' code). Suspect are
     u above the percentile 100 (1 - share) of those u that are at least 0; where none is, nobody is.
-    A sample without one of these scores, or that is invalid, has no rank and is not suspect.
+    A sample without one of these scores, or that is invalid, has no rank and is not suspect. With
+    rewards by domain, samples are compared with those of their domain.
     """
     for label in (main, *auxiliary):
         if label not in rewards.raw:
@@ -42,14 +43,16 @@ def suspects(
     ranked = rewards.valid.clone()
     for label in (main, *auxiliary):
         ranked &= rewards.raw[label].isfinite()
-    # u times the number of auxiliary rewards: multiples of 1/2, so that equal ones are equal
-    others = sum((ranks(rewards.raw[label][ranked]) for label in auxiliary), torch.tensor(0.0))
-    u = others - len(auxiliary) * ranks(rewards.raw[main][ranked])
-    u = u if sign == "hacked" else -u
     gate = torch.zeros_like(rewards.total, dtype=torch.float32)
-    if not bool((u >= 0).any()):
-        return gate
-    # A linear percentile lies between two neighbours, or on the lower: exceeding either is the same
-    least = u[u >= 0].sort().values
-    gate[ranked] = (u > least[int((1 - share) * (len(least) - 1) + 1e-9)]).float()
+    for domain in [*rewards.by_domain().values()] or [ranked]:
+        rows = ranked & domain
+        # u times the number of auxiliary rewards: multiples of 1/2, so that equal ones are equal
+        others = sum((ranks(rewards.raw[label][rows]) for label in auxiliary), torch.tensor(0.0))
+        u = others - len(auxiliary) * ranks(rewards.raw[main][rows])
+        u = u if sign == "hacked" else -u
+        if bool((u >= 0).any()):
+            # a linear percentile lies between two neighbours, or on the lower: exceeding either is
+            # the same
+            least = u[u >= 0].sort().values
+            gate[rows] = (u > least[int((1 - share) * (len(least) - 1) + 1e-9)]).float()
     return gate

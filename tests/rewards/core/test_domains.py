@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flowrl.advantages import combine, group_relative
+from flowrl.advantages.suspicion import suspects
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
 from flowrl.config.load import ConfigError, load_config
 from flowrl.data import scored_dataset, scored_folder
@@ -219,6 +220,21 @@ def test_a_z_score_is_over_the_samples_that_have_the_reward():
     a = torch.tensor([name == "a" for name in DOMAINS])
     x = group_relative(media_of(values)[a, 0], GROUP[a], std="global", clip=None)
     assert torch.equal(adv[~a], z[~a]) and torch.equal(adv[a], x + z[a])
+
+
+def test_suspects_are_sought_in_each_domain_by_itself():
+    """The gate of the distance to the reference: x of a and of b have other units."""
+    values = {"x": [1, 2, 30, 70, 4, 8, 20, 10], "z": [8, 3, 5, 1, 5, 2, 4, 6]}
+    found = scored(values, DOMAINS, x={"domains": ["a", "b"]})
+    how = {"main": "x", "auxiliary": ("z",), "share": 1.0, "sign": "hacked"}
+    gate = suspects(found, **how)
+    for name in "ab":
+        rows = torch.tensor([domain == name for domain in DOMAINS])
+        own = {k: torch.tensor(v)[rows].tolist() for k, v in values.items()}
+        alone = scored(own, [name] * 4, GROUP[rows])
+        assert torch.equal(gate[rows], suspects(alone, **how)) and bool(gate[rows].any())
+    absent = scored(values, DOMAINS, x={"domains": ["a"]})
+    assert not bool(suspects(absent, **how)[[2, 3, 6, 7]].any())
 
 
 # --- scored folders
