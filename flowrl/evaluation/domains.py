@@ -32,6 +32,9 @@ def by_domain(
     there = sum(bool((known & rows).any()) for rows in own.values())
     for domain, rows in own.items():
         for name, value in values.items():
+            # a part of a reward of this domain alone would be shown twice
+            if "/" in name and not bool((asked[name] & ~rows).any()):
+                continue
             out[f"{domain}/{name}"] = value.masked_fill(~rows, math.nan)
             asked[f"{domain}/{name}"] = rows & asked[name]
         share = int(known.sum()) / (there * max(1, int((known & rows).sum())) or 1)

@@ -22,13 +22,18 @@ def evaluation_rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def distinct_metrics(evaluation: dict[str, Any]) -> dict[str, str]:
-    """Metric -> its title, for metrics of any row. The headline comes first: one that is called
-    strict, else the first with a paired difference. A metric that shows the numbers of an earlier
-    one in every row (a total of one reward) is named in the title of the earlier one."""
+    """Metric -> its title, for metrics of any row. The headline comes first: macro, the mean over
+    domains, or one that is called strict, else the first with a paired difference. A metric that
+    shows the numbers of an earlier one in every row (a total of one reward) is named in the title
+    of the earlier one."""
     rows, paired = evaluation_rows(evaluation), evaluation.get("paired", {})
     names = dict.fromkeys(name for row in rows for name in row.get("metrics", {}))
     equal: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted(names, key=lambda name: (name not in paired, not name.endswith("strict"))):
+
+    def place(name: str) -> tuple[bool, bool, bool]:
+        return name not in paired, name != "macro", not name.endswith("strict")
+
+    for name in sorted(names, key=place):
         shown = tuple(interval_text(row.get("metrics", {}).get(name)) for row in rows)
         equal.setdefault(shown, []).append(name)
     return {own[0]: EQUAL.join(own) for own in equal.values()}

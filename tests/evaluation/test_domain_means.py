@@ -12,6 +12,7 @@ from flowrl.evaluation.held_out import Evaluation
 from flowrl.evaluation.suites import suite as suites
 from flowrl.evaluation.suites.measure import Measured
 from flowrl.evaluation.suites.summary import summary
+from flowrl.report.numbers import distinct_metrics
 from flowrl.rewards import load_set
 
 NAN = math.nan
@@ -49,6 +50,16 @@ def test_an_absent_reading_is_not_counted_as_one_that_failed(tmp_path):
     assert missing["jpeg"] == missing["a/total"] == 0
     assert missing["tiling"] == missing["b/tiling"] == missing["total"] == missing["macro"] == 1
     assert row["metrics"]["macro"]["mean"] == pytest.approx(16)
+
+
+def test_parts_of_a_reward_of_one_domain_are_shown_once_and_macro_comes_first():
+    values = VALUES | {"jpeg/size": VALUES["jpeg"], "shapes/strict": VALUES["shapes"]}
+    made = evaluation(values=values)
+    assert {"a/jpeg", "jpeg/size", "a/shapes/strict", "b/shapes/strict"} <= made.values.keys()
+    assert "a/jpeg/size" not in made.values
+    row = {"name": "before", "metrics": {k: made.mean(k) for k in made.values}}
+    titles = distinct_metrics({"rows": [row], "paired": dict.fromkeys(made.values, {})})
+    assert next(iter(titles)) == "macro"
 
 
 def test_a_domain_without_images_adds_nothing():
