@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import small
@@ -46,6 +47,8 @@ WORDS = [  # over words alone: refused before an algorithm is made
     (f"{SHARD} train.mode=full train.precision=fp16", "the scaler of fp16 looks for overflow"),
     (f"{SHARD} train.mode=full optimizer.name=adamw8bit", "of optimizer.name=adamw8bit are not"),
 ]
+BY_DOMAIN = "data.domain=task reward.jpeg.domains=[counting]"
+MIXTURE = "data.mixture=[{path:shapes:train}]"
 FURTHER = [  # of a start: over words, and over what they name
     ("train.init_lora=tests train.mode=full", "loads adapters, and train.mode=full trains none"),
     ("train.init_lora=tests/nowhere", "train.init_lora=tests/nowhere does not exist"),
@@ -81,6 +84,19 @@ FURTHER = [  # of a start: over words, and over what they name
         "algorithm=tempflow_grpo batch.group=3 algorithm.tree.children=1",
         "algorithm.tree.children=1 leaves credit=siblings nothing to compare",
     ),
+    # rewards by domain, and prompts of several files
+    (f"{BY_DOMAIN} stop.reward=1", "have no common scale; name a domain by stop.domain=color_attr"),
+    (f"{BY_DOMAIN} stop.reward=1 stop.domain=countin", 'no prompt has the domain "countin"; did'),
+    ("stop.reward=1 stop.domain=counting", "no reward states domains; leave it out"),
+    (f"{BY_DOMAIN} draw.mode=balance draw.positive=0.5", "draw.positive=0.5 is one threshold for"),
+    (
+        f"{BY_DOMAIN} data.sampler.mode=bayes data.sampler.success=0.5",
+        "data.sampler.success=0.5 is one threshold for the totals of all prompts",
+    ),
+    (f"{MIXTURE} data.train=geneval:train", "data.mixture both name prompts; drop one of them"),
+    (f"{MIXTURE} data.offline=scored", "replaces the prompts of data.mixture; leave one of the"),
+    (f"{MIXTURE} data.sampler.mode=bayes", "data.sampler.mode=bayes by what they have shown"),
+    (f"{MIXTURE} draw.mode=refill", "draw.mode=refill by what groups lack; drop one of them"),
     # options of a method
     ("algorithm=tree_grpo algorithm.keep=2", "algorithm.keep=2 leaves out whole samples"),
     ("algorithm=dpo algorithm.keep=2", "of each group whatever algorithm.keep=2 says"),
@@ -158,7 +174,7 @@ def refusal(words):
         algorithm = make_algorithm(cfg)
         facts = Facts(plain(cfg), type(algorithm.config))
         facts.learn(method=algorithm, processes=1)
-        facts.learn(rewards=load_set(cfg.reward))
+        facts.learn(rewards=replace(load_set(cfg.reward), domain_field=cfg.data.domain))
         facts.learn(prompts=load_prompts(cfg.data.train), dataset=None, files=[])
         grid = sigmas.shifted(cfg.sampler.steps, 3)
         plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
