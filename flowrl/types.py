@@ -192,6 +192,9 @@ class Rollout:
     guidance: float | str = "none"  # guidance with which states were sampled, see Policy.velocity
     # (B,) int64, key of each leaf's initial noise; None: it came from files
     start_key: Tensor | None = None
+    # numbers (B,) fp32 that media and pairs of a user's own state: "label", the share of raters who
+    # prefer a file of a pair, and "weight", that of its pair
+    stated: dict[str, Tensor] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return brief(

@@ -144,19 +144,18 @@ def _check_data(path: Path, json: str | None) -> None:
     # as JSON, or a table of what is there and below it the sentences of each kind
     record = {"rows": found.media + found.pairs, "pairs": found.pairs, "ties": found.ties}
     groups = {"faults": found.faults, "notes": found.notes}
-    listed = {name: {k: asdict(v) for k, v in group.items()} for name, group in groups.items()}
-    if not as_json(record | listed, json):
+    if not as_json(record | groups, json):
         out = Table("", "", box=box.SIMPLE, show_header=False)
         for row in facts(found):
             out.add_row(*row)
         show(out)
         for name, group in groups.items():
-            for kind, finding in group.items():
-                echo(f"{name[:-1]}: {kind} ({finding.count:,})")
-                for said in finding.said[:MOST]:
-                    echo(f"  {said}")
-                if finding.count > MOST:
-                    echo(f"  and {finding.count - MOST:,} more (--json FILE lists them)")
+            for kind, said in group.items():
+                more = len(said) - MOST
+                echo(f"{name[:-1]}: {kind} ({len(said):,})")
+                echo("\n".join(f"  {sentence}" for sentence in said[:MOST]))
+                if more > 0:
+                    echo(f"  and {more:,} more (--json FILE lists them)")
         if found.faults:
             echo("correct the faults, or leave these rows out; notes may stay")
         else:

@@ -170,7 +170,7 @@ def _texts(cfg: Config, live: Live) -> list[str]:
     if live.prompts is not None:
         found = live.prompts
     elif data.offline:
-        found = load_dataset(data.offline).prompts
+        found = load_dataset(data.offline, soft=True).prompts
     else:
         source = data.eval if registry.is_live(data.train) else data.sources[0]
         found = data_prompts.load_prompts(str(source), data.columns)

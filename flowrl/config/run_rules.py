@@ -15,7 +15,7 @@ from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
 
 LARGE = 1000  # MB of kept samples beyond which a start warns
-DISTILLED = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd")
+DISTILLED = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd", "sprint")
 
 
 def _divisible(prompts: int, updates: int, members: int, processes: int) -> str:
@@ -209,7 +209,7 @@ def _files(files: Sequence[Any], dataset: Any, needs: frozenset[str], mode: str,
     return ""
 
 
-def _distilled(source: str, needs: frozenset[str], policy: Any) -> str:
+def _distilled(source: str, needs: frozenset[str], policy: Any, dataset: Any) -> str:
     """Forward-process losses take v as that of a flow-matching model, which few-step distilled
     models are not."""
     scheduler = type(getattr(getattr(policy, "pipe", None), "scheduler", None)).__name__
@@ -218,8 +218,8 @@ def _distilled(source: str, needs: frozenset[str], policy: Any) -> str:
         return ""
     return (
         f"{source} with {scheduler} looks like a few-step distilled model: methods on the forward"
-        " process tend to blur it or make it collapse; use its base model, or a method on"
-        " denoising steps"
+        " process tend to blur it or make it collapse; use its base model"
+        + ("" if dataset else ", or a method on denoising steps")
     )
 
 
@@ -362,6 +362,14 @@ RULES = (
         when=lambda data, name: data and data.kind == "media" and name != "sft",
     ),
     Rule(
+        ("data.labels", "dataset", "algorithm.name"),
+        "data.labels={0} weighs the two orders of a pair, and only algorithm=dpo reads pairs;"
+        " leave it out",
+        when=lambda labels, data, name: (
+            labels == "soft" and not (name == "dpo" and data and data.kind == "pairs")
+        ),
+    ),
+    Rule(
         ("dataset", "prompts"),
         "data.offline holds a single image of every prompt, whose advantage is 0; score several of"
         " each, or keep more of them",
@@ -378,7 +386,7 @@ RULES = (
     ),
     Rule(("prompts", "held_out"), _shared, kind="warn"),
     # rules on the policy and the plan
-    Rule(("model.source", "method.needs", "policy"), _distilled, kind="warn"),
+    Rule(("model.source", "method.needs", "policy", "dataset"), _distilled, kind="warn"),
     Rule(
         ("replay.size", "batch.prompts", "batch.group", "policy.latent_shape"),
         _kept_samples,

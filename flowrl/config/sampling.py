@@ -195,6 +195,17 @@ class DataConfig(Section):
             " and cropped to their middle (center)."
         ),
     )
+    labels: Annotated[Literal["hard", "soft"], read_with("data.offline")] = Field(
+        "hard",
+        description=(
+            "Labels of pairs: the file that most raters prefer wins, and ties are left out (hard);"
+            " or the share p of raters weighs both orders (soft)."
+        ),
+    )
+    temperature: Annotated[PositiveFloat, read_when("data.labels", "soft")] = Field(
+        1.0,
+        description="Margins and differences of scores m give the share p = sigmoid(m / this).",
+    )
 
     columns: dict[str, str] = Field(
         {},

@@ -7,30 +7,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from flowrl.data import media, supervised
-from flowrl.data.supervised import SupervisedRow, WrongRow
+from flowrl.data.stored import PictureCell
+from flowrl.data.supervised import SupervisedRow
 
-KEPT = 1000  # most sentences of a kind that are kept; all are counted
+File = Path | PictureCell
 ROUTE = "domain"  # column that routes a row to its rewards
-
-
-@dataclass(slots=True)
-class Found:
-    """What a kind of finding says, and how often it was made."""
-
-    count: int = 0  # how many rows have it
-    said: list[str] = field(default_factory=list)  # sentences that name file and row; the first
-
-    def add(self, sentence: str) -> None:
-        self.count += 1
-        if len(self.said) < KEPT:
-            self.said.append(sentence)
 
 
 @dataclass(slots=True)
@@ -45,46 +34,52 @@ class Scan:
     frames: Counter[int] = field(default_factory=Counter)  # frames -> number of files
     fps: Counter[float] = field(default_factory=Counter)  # frames a second -> number of videos
     lengths: list[int] = field(default_factory=list)  # letters of each row's prompt
-    # kind -> what ends a training run
-    faults: dict[str, Found] = field(default_factory=lambda: defaultdict(Found))
-    # kind -> what only changes what is trained
-    notes: dict[str, Found] = field(default_factory=lambda: defaultdict(Found))
+    # kind -> sentences, each with file and row, on what ends a training run
+    faults: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    # kind -> sentences on what only changes what is trained
+    notes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 def scan(path: Path) -> Scan:
     """Look at every row of a list or folder. ValueError where it cannot be read at all."""
-    found, headers, kinds = Scan(), dict[Path, media.Header | str](), dict[int, str]()
+    found, headers = Scan(), dict[File, media.Header | str]()
+    kinds: dict[int, str] = {}
     routed: list[tuple[str, bool]] = []
     rates: list[tuple[str, float]] = []
     for where, entry, folder in supervised.entries(path):
         try:
-            row = supervised.row_of(where, entry, folder, path.is_dir())
-        except WrongRow as error:
-            found.faults[error.fault].add(str(error))
+            rows = supervised.rows_of(where, entry, folder, path.is_dir())
+        except ValueError as error:
+            # what is no WrongRow is a condition's own, as a mask that cannot be read
+            found.faults[getattr(error, "fault", "wrong condition")].append(str(error))
             continue
-        except ValueError as error:  # a condition's own, as a mask that cannot be read
-            found.faults["wrong condition"].add(str(error))
-            continue
-        routed.append((row.where, row.meta.get(ROUTE) is not None))
-        kinds.setdefault(len(row.files), row.where)
-        read = [_header(headers, file) for file in row.files]
-        _look(found, row, read)
-        rates += [(row.where, h.fps) for h in read if isinstance(h, media.Header) and h.fps]
+        if not rows:
+            found.notes["no preference"].append(f"{where} prefers no file, and is left out")
+        for row in rows:
+            routed.append((row.where, row.meta.get(ROUTE) is not None))
+            kinds.setdefault(len(row.files), row.where)
+            read = [_header(headers, file) for file in row.files]
+            _look(found, row, read)
+            rates += [
+                (row.where, round(header.fps, 2))
+                for header in read
+                if isinstance(header, media.Header) and header.fps
+            ]
     if len(kinds) > 1:
         said = f"{kinds[1]} has one file and {kinds[2]} two; keep media and pairs in lists apart"
-        found.faults["media and pairs mixed"].add(said)
-    _without_route(found, routed)
-    _other_rates(found, rates)
+        found.faults["media and pairs mixed"].append(said)
+    _compare(found, routed, rates)
     if path.is_dir():
         _without_row(found, path, headers)
     return found
 
 
-def _header(known: dict[Path, media.Header | str], file: Path) -> media.Header | str:
+def _header(known: dict[File, media.Header | str], file: File) -> media.Header | str:
     """Read a file's header once -> it, or the sentence that says why it cannot be read."""
     if file not in known:
         try:
-            known[file] = media.header(file)
+            read = file.header if isinstance(file, PictureCell) else partial(media.header, file)
+            known[file] = read()
         except ValueError as error:
             known[file] = str(error)
     return known[file]
@@ -92,58 +87,60 @@ def _header(known: dict[Path, media.Header | str], file: Path) -> media.Header |
 
 def _look(found: Scan, row: SupervisedRow, headers: list[media.Header | str]) -> None:
     """Count a row, with what its files and its prompt have that is wrong or worth a note."""
+    stored = [file.cell() for file in row.files if isinstance(file, PictureCell)]
+    if len(stored) == 2 and stored[0] == stored[1]:
+        found.faults["pair of equal files"].append(f"{row.where} prefers a picture to the same")
+        return
     wrong = [header for header in headers if isinstance(header, str)]
     for said in wrong:
-        found.faults["unreadable file"].add(f"{row.where}: {said}")
+        found.faults["unreadable file"].append(f"{row.where}: {said}")
     read = [header for header in headers if not isinstance(header, str)]
     if len({header.frames > 1 for header in read}) > 1:
         said = f"{row.where} compares an image with a video; a pair is of one kind"
-        found.faults["image against video"].add(said)
+        found.faults["image against video"].append(said)
         return
     if wrong:
         return
+    # what is counted and noted are rows whose files can be read
     found.media += len(read) == 1
     found.pairs += len(read) == 2
-    found.ties += len(read) == 2 and row.label == 0.5
+    found.ties += len(read) == 2 and (row.margin == 0 or row.label == 0.5)
     found.lengths.append(len(row.prompt))
     if not row.prompt:
-        found.notes["empty prompt"].add(f"{row.where} has no text: it trains the empty prompt")
+        found.notes["empty prompt"].append(f"{row.where} has no text: it trains the empty prompt")
     for file, header in zip(row.files, read, strict=True):
         found.sizes[header.size] += 1
         found.frames[header.frames] += 1
         if header.alpha:
-            said = f"{row.where}: {file.name} has an alpha channel; it is laid over white"
-            found.notes["transparency"].add(said)
+            said = f"{row.where}: {file} has an alpha channel; it is laid over white"
+            found.notes["transparency"].append(said)
     if len({header.size for header in read}) > 1:
         sizes = " and ".join("{}x{}".format(*header.size) for header in read)
         said = f"{row.where} compares files of {sizes}; data.crop=center makes them one size"
-        found.notes["pair of two sizes"].add(said)
+        found.notes["pair of two sizes"].append(said)
 
 
-def _without_route(found: Scan, routed: list[tuple[str, bool]]) -> None:
-    """Note rows without the column that routes them, where others have it."""
-    if any(has for _, has in routed):
-        for where, has in routed:
-            if not has:
-                found.notes[f'no "{ROUTE}"'].add(f'{where} has no "{ROUTE}", and other rows have')
-
-
-def _other_rates(found: Scan, rates: list[tuple[str, float]]) -> None:
-    """Count frames a second, and note the rows whose videos have others than most."""
-    found.fps = Counter(round(fps, 2) for _, fps in rates)
-    usual = found.fps.most_common(1)[0][0] if found.fps else 0.0
+def _compare(
+    found: Scan, routed: Sequence[tuple[str, bool]], rates: Sequence[tuple[str, float]]
+) -> None:
+    """Note rows without the column that routes them, where others have it, and videos with other
+    frames a second than most."""
+    lacking = [where for where, has in routed if not has]
+    for where in lacking if len(lacking) < len(routed) else ():
+        found.notes[f'no "{ROUTE}"'].append(f'{where} has no "{ROUTE}", and other rows have')
+    found.fps = Counter(fps for _, fps in rates)
     for where, fps in rates:
-        if round(fps, 2) != usual:
+        if fps != (usual := found.fps.most_common(1)[0][0]):
             said = f"{where} has {fps:g} frames a second, and most have {usual:g}; motion differs"
-            found.notes["other frames a second"].add(said)
+            found.notes["other frames a second"].append(said)
 
 
-def _without_row(found: Scan, folder: Path, named: Mapping[Path, Any]) -> None:
+def _without_row(found: Scan, folder: Path, named: Iterable[File]) -> None:
     """Note media of a folder that its list does not name."""
-    known = {os.path.normpath(file) for file in named}
+    known = {os.path.normpath(file) for file in named if isinstance(file, Path)}
     for file in sorted(folder.rglob("*")):
         if file.suffix.lower() in media.MEDIA_SUFFIXES and os.path.normpath(file) not in known:
-            found.notes["file without a row"].add(f"{file} has no row in the folder's list")
+            found.notes["file without a row"].append(f"{file} has no row in the folder's list")
 
 
 def facts(found: Scan) -> Iterator[tuple[str, str]]:

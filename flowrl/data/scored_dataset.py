@@ -14,6 +14,8 @@ from flowrl.data import supervised
 from flowrl.data.prompts import Prompts
 from flowrl.data.samples import meta_of, read_list
 from flowrl.data.scored_folder import list_of
+from flowrl.data.stored import PictureCell
+from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located, nearby
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch
@@ -25,10 +27,12 @@ LARGEST = 3.4e38  # largest number in fp32, rounded down
 class ScoredImage:
     """One scored image."""
 
-    path: Path  # path of the file
+    path: Path | PictureCell  # path of the file, or its bytes in a table
     file: str  # name in the list, which stays the same wherever the folder lies
-    total: float  # weighted sum of the scores, finite
+    # weighted sum of the scores, finite; of a pair's file: share of raters who prefer it
+    total: float
     scores: dict[str, float]  # reward -> score; NaN where a reward of weight 0 failed
+    weight: float = 1.0  # weight of its pair in the loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +52,15 @@ class Dataset:
         return self.kind == "scored" and sum(len(items) == 1 for items in self.items)
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[Path | PictureCell]:
         return [item.path for items in self.items for item in items]
 
 
-def load(folder: str | Path) -> Dataset:
+def load(folder: str | Path, *, soft: bool = False, temperature: float = 1.0) -> Dataset:
     """Read FOLDER/scores.jsonl, which names files in the folder, or the .jsonl list given, whose
     files may be anywhere; or media and pairs in one of the layouts of supervised.py.
+
+    soft, temperature: how pairs are labelled, as in `of_rows`.
 
     A prompt's meta holds the values on which all its lines agree. A list without "scores" has one,
     "total", of weight 1. A missing list or image, a broken or repeated line, a number that is not
@@ -62,7 +68,7 @@ def load(folder: str | Path) -> Dataset:
     """
     path = list_of(located(folder))
     if supervised.is_supervised(located(folder)):
-        return of_rows(located(folder))
+        return of_rows(located(folder), soft, temperature)
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist{nearby(path)}; `flowrl score MEDIA... --prompt TEXT --reward"
@@ -85,21 +91,46 @@ def load(folder: str | Path) -> Dataset:
     )
 
 
-def of_rows(path: Path) -> Dataset:
-    """Read media or pairs: each row is a prompt of its own, so that an epoch has each once."""
+def of_rows(path: Path, soft: bool, temperature: float) -> Dataset:
+    """Read media or pairs: each row is a prompt of its own, so that an epoch has each once.
+
+    A pair's label is p, the share of raters who prefer its first file; of a margin p =
+    sigmoid(margin / temperature). Without `soft` p becomes 1 or 0, and ties are left out.
+    """
     kind, found = supervised.read(path)
     prompts: Prompts = []
     items: list[list[ScoredImage]] = []
     for row in found:
-        totals = (row.label, 1 - row.label)[: len(row.files)]
+        # sigmoid(m / T), written so that no exponential overflows
+        p = row.label
+        if row.margin is not None:
+            p = 0.5 + 0.5 * math.tanh(row.margin / temperature / 2)
+        if kind == "pairs" and not soft:
+            if p == 0.5:
+                continue
+            p = float(p > 0.5)
         for number in range(row.repeats):
             prompts.append({"prompt": row.prompt, **row.meta})
-            names = [f"{number}:{os.path.relpath(file, path.parent)}" for file in row.files]
-            each = zip(row.files, names, totals, strict=True)
+            names = [f"{number}:{_name(file, path.parent)}" for file in row.files]
             items.append(
-                [ScoredImage(path=p, file=n, total=total, scores={}) for p, n, total in each]
+                [
+                    ScoredImage(path=file, file=name, total=total, scores={}, weight=row.weight)
+                    for file, name, total in zip(row.files, names, (p, 1 - p), strict=False)
+                ]
             )
+    if ties := sum(row.label == 0.5 or row.margin == 0 for row in found) if not soft else 0:
+        said = f"{ties:,} of {len(found):,} pairs of {path} are ties"
+        if not items:
+            raise ValueError(f"{said}, which are trained with data.labels=soft alone")
+        logger.warning(f"{said}, and are left out; data.labels=soft trains them")
     return Dataset(prompts=prompts, items=items, weights={}, kind=kind)
+
+
+def _name(file: Path | PictureCell, folder: Path) -> str:
+    """The name of a file from the folder, or the place of a picture in its table."""
+    if isinstance(file, PictureCell):
+        return os.path.basename(str(file))
+    return os.path.relpath(file, folder)
 
 
 def _lines(
@@ -119,7 +150,7 @@ def _lines(
                 " same rewards"
             )
         text = entry["prompt"]
-        before = seen.setdefault((os.path.normpath(item.path), text), where)
+        before = seen.setdefault((os.path.normpath(str(item.path)), text), where)
         if before != where:
             raise ValueError(f'{where} repeats {before}: "{item.file}" for the prompt "{text}"')
         yield entry, item, weights

@@ -1,5 +1,5 @@
-"""Pictures inside a table, as Hugging Face's datasets write them: {"bytes", "path"}. They stay
-encoded, and on the disk, until a prompt needs them."""
+"""Pictures inside a table, as Hugging Face's datasets write them, {"bytes", "path"}, or as bytes
+alone. They stay encoded, and on the disk, until a prompt needs them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,17 @@ class PictureCell:
     # reads the cell: {"bytes", "path"}, or a list of these
     cell: Callable[[], Any] = field(compare=False, repr=False)
 
+    def __str__(self) -> str:
+        return f'{self.where}: "{self.column}"'
+
     def picture(self, alpha: bool = False) -> Any:
         """Decode the picture as it is seen; alpha: see media.read_picture. A picture that cannot be
         read -> ValueError that names it."""
         return self._decoded(self.cell(), alpha)
+
+    def header(self) -> media.Header:
+        """Read the header of the picture; errors as `picture`."""
+        return media.header(*self._source(self.cell()))
 
     def tobytes(self) -> bytes:
         """Bytes that stand for the picture in the identity of a run."""
@@ -34,12 +41,17 @@ class PictureCell:
     def _decoded(self, cell: Any, alpha: bool) -> Any:
         if isinstance(cell, list):
             return [self._decoded(entry, alpha) for entry in cell]
-        what = f'{self.where}: "{self.column}"'
-        if cell is None or (not cell.get("bytes") and not cell.get("path")):
-            raise ValueError(f"{what} holds no picture")
+        path, content = self._source(cell)
+        return media.read_picture(path, content=content, alpha=alpha)
+
+    def _source(self, cell: Any) -> tuple[Path, bytes | None]:
+        """The bytes of a picture with the name for errors, or the path of its file."""
+        cell = {"bytes": cell} if isinstance(cell, bytes) else cell or {}
         if content := cell.get("bytes"):
-            return media.read_picture(Path(what), content=content, alpha=alpha)
-        return media.read_picture(self.folder / cell["path"], alpha=alpha)
+            return Path(str(self)), content
+        if not cell.get("path"):
+            raise ValueError(f"{self} holds no picture")
+        return self.folder / cell["path"], None
 
 
 def is_struct(names: set[str]) -> bool:

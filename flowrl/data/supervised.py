@@ -9,24 +9,37 @@ those of diffusers' imagefolder, Flow-Factory's lists, HPDv3 and verl-omni.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.data import conditions, tables
 from flowrl.data.media import MEDIA_SUFFIXES
 from flowrl.data.samples import OWN_LISTS, inside
+from flowrl.data.stored import PictureCell
+from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import listed
 
 Kind = Literal["media", "pairs"]
 TEXTS = ("prompt", "text", "caption")  # columns that hold the prompt, the first that is there
 FILES = ("file", "file_name", "target", "media", "video", "image")  # those that hold the file
-PAIRS = (("chosen", "rejected"), ("path1", "path2"), ("img_win", "img_lose"))
+PAIRS = (
+    ("chosen", "rejected"),
+    ("path1", "path2"),
+    ("img_win", "img_lose"),
+    ("jpg_0", "jpg_1"),
+)
+SCORES = ("win_score", "lose_score")  # scores of the two files, whose difference is the margin
+# HPDv2's lists: several files of a prompt, and how people ranked them
+RANKED = (("image_path", "file_path"), ("human_preference", "rank"))
 LABELS = (0.0, 0.5, 1.0)  # shares of raters who prefer the first file of a pair
 NESTED = ("input", "supervision")  # objects of Flow-Factory's rows, whose columns are the row's
-OWN = ("label", "repeats", "type", "schema_version")  # columns that are read here, not by rewards
+# columns that are read here, and not by rewards
+OWN = ("label", "margin", *SCORES, "repeats", "type", "schema_version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +48,11 @@ class SupervisedRow:
 
     where: str  # file and line, for errors
     prompt: str  # may be empty: the unconditional prompt
-    files: tuple[Path, ...]  # one, or the preferred one and the other
+    files: tuple[Path | PictureCell, ...]  # one, or the preferred one and the other
     label: float  # share of raters who prefer the first; 1 for a single file
+    # score of the first less that of the second, which takes the place of a label; None: not given
+    margin: float | None
+    weight: float  # weight of a pair in the loss
     repeats: int  # how often an epoch has the row
     meta: dict[str, Any]  # conditions of the prompt, and what rewards may read
 
@@ -61,7 +77,12 @@ def read(path: Path) -> tuple[Kind, list[SupervisedRow]]:
     a file, a file that is not there, a pair of equal files, a label that is none of LABELS, or a
     list that has rows of both kinds."""
     contained = path.is_dir()
-    found = [row_of(where, entry, folder, contained) for where, entry, folder in entries(path)]
+    each = [rows_of(*given, contained) for given in entries(path)]
+    found = [row for rows in each for row in rows]
+    if found and (left := each.count([])):
+        logger.warning(f"{left:,} of {len(each):,} rows of {path} prefer no file, and are left out")
+    if not found:
+        raise ValueError(f"{path} holds no row with a label; there is nothing to train on")
     kinds = {len(row.files) for row in found}
     if len(kinds) > 1:
         other = next(row for row in found if len(row.files) != len(found[0].files))
@@ -121,17 +142,58 @@ def beside(folder: Path) -> list[tuple[str, dict[str, Any], Path]]:
     ]
 
 
-def row_of(where: str, entry: dict[str, Any], folder: Path, contained: bool) -> SupervisedRow:
-    """Check a row. contained: its files must not leave the folder."""
-    # Columns: the prompt, then one file or the two of a pair.
+def rows_of(
+    where: str, entry: dict[str, Any], folder: Path, contained: bool
+) -> list[SupervisedRow]:
+    """Check an entry of a list -> its rows: one, none where it has no label (Pick-a-Pic's
+    has_label=false), or each pair of which a ranking prefers one file, with weights that add up
+    to 1. contained: files must not leave the folder."""
     for name in NESTED:
         if isinstance(entry.get(name), Mapping):
             entry |= entry.pop(name)
+    if entry.pop("has_label", True) is False:
+        return []
+    if "label_0" in entry:
+        entry["label"] = entry.pop("label_0")
+    files, ranks = (next((name for name in names if name in entry), "") for names in RANKED)
+    if not ranks or not isinstance(entry.get(files), list):
+        return [row_of(where, entry, folder, contained)]
+    given = {name: entry.pop(name) for name in (files, ranks)}
+    pairs = preferred(where, given[files], given[ranks], most=ranks != "rank")
+    return [
+        row_of(where, entry | {"chosen": a, "rejected": b}, folder, contained, 1 / len(pairs))
+        for a, b in pairs
+    ]
+
+
+def preferred(where: str, files: list[str], ranks: Any, most: bool) -> list[tuple[str, str]]:
+    """Pairs (preferred file, other) of files that people ranked. Ranks count from the best; with
+    `most` set, ranks that are all 0 or 1 mark the preferred files with 1."""
+    if not isinstance(ranks, list) or len(ranks) != len(files) or not all(map(finite, ranks)):
+        said = f"{where} has {len(files)} files and ranks {ranks!r}; each file needs a number"
+        raise WrongRow("wrong label", said)
+    sign = -1 if most and set(ranks) <= {0, 1} else 1
+    ranked = sorted(zip(ranks, files, strict=True), key=lambda pair: sign * pair[0])
+    return [(a, b) for (first, a), (second, b) in combinations(ranked, 2) if first != second]
+
+
+def finite(value: Any) -> bool:
+    """Whether a value is a number that is neither infinite nor NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def row_of(
+    where: str, entry: dict[str, Any], folder: Path, contained: bool, weight: float = 1.0
+) -> SupervisedRow:
+    """Check a row with one file, or with the two of a pair; contained: as in `rows_of`."""
+    # Columns: the prompt, then one file or the two of a pair.
     text = next((entry.pop(name) for name in TEXTS if name in entry), None)
     if not isinstance(text, str):
         columns = ", ".join(TEXTS)
         raise WrongRow("no prompt", f"{where} needs a prompt, a text in a column {columns}")
-    names = next((pair for pair in PAIRS if pair[0] in entry and pair[1] in entry), None)
+    names: Sequence[str] | None = next(
+        (pair for pair in PAIRS if pair[0] in entry and pair[1] in entry), None
+    )
     names = names or next(((name,) for name in FILES if entry.get(name)), ())
     if not names:
         raise WrongRow(
@@ -141,10 +203,8 @@ def row_of(where: str, entry: dict[str, Any], folder: Path, contained: bool) -> 
         )
     files = tuple(file_of(where, name, entry.pop(name), folder, contained) for name in names)
     if len(files) == 2 and same(*files):
-        raise WrongRow(
-            "pair of equal files",
-            f"{where} prefers {files[0].name} to {files[1].name}, which is the same",
-        )
+        both = " to ".join(getattr(file, "name", str(file)) for file in files)
+        raise WrongRow("pair of equal files", f"{where} prefers {both}, which is the same")
     # How much the row says, and how often; all that is left are conditions and metadata.
     label, repeats = entry.get("label", 1.0), entry.get("repeats", 1)
     if len(files) == 2 and label not in LABELS:
@@ -156,18 +216,37 @@ def row_of(where: str, entry: dict[str, Any], folder: Path, contained: bool) -> 
     if not isinstance(repeats, int) or repeats < 1:
         said = f"{where} has repeats={repeats!r}, which is a count from 1"
         raise WrongRow("wrong repeats", said)
+    margin = None if "label" in entry else margin_of(where, entry)
     meta = {key: value for key, value in entry.items() if key not in OWN}
     meta = conditions.check_entry({"prompt": text, **meta}, where, folder)
     meta.pop("prompt")
-    share = float(label) if len(files) == 2 else 1.0
     return SupervisedRow(
-        where=where, prompt=text, files=files, label=share, repeats=repeats, meta=meta
+        where=where,
+        prompt=text,
+        files=files,
+        label=float(label) if len(files) == 2 else 1.0,
+        margin=margin if len(files) == 2 else None,
+        weight=weight,
+        repeats=repeats,
+        meta=meta,
     )
 
 
-def file_of(where: str, name: str, value: Any, folder: Path, contained: bool) -> Path:
-    """The file that a cell names, from the folder of the list. A list that comes with a folder was
-    often written by somebody else, and names files of the folder alone."""
+def margin_of(where: str, entry: Mapping[str, Any]) -> float | None:
+    """The margin of a pair: that of its column, or the difference of its scores."""
+    names = ("margin",) if "margin" in entry else SCORES if SCORES[0] in entry else ()
+    values: list[Any] = [entry.get(name) for name in names]
+    if not all(map(finite, values)):
+        said = ", ".join(f"{n}={v!r}" for n, v in zip(names, values, strict=True))
+        raise WrongRow("wrong label", f"{where} has {said}, which should be finite numbers")
+    return None if not values else float(values[0] - sum(values[1:]))
+
+
+def file_of(where: str, name: str, value: Any, folder: Path, contained: bool) -> Path | PictureCell:
+    """The picture in a cell, or the file that it names, from the folder of the list. A list that
+    comes with a folder was often written by somebody else, and names files of the folder alone."""
+    if isinstance(value, PictureCell):
+        return value
     if not isinstance(value, str) or not value:
         said = f"{where} has {name}={value!r}, which should be the path of a file"
         raise WrongRow("no file named", said)
@@ -184,8 +263,10 @@ def file_of(where: str, name: str, value: Any, folder: Path, contained: bool) ->
     return path
 
 
-def same(one: Path, other: Path) -> bool:
-    """Whether two files hold the same bytes."""
+def same(one: Path | PictureCell, other: Path | PictureCell) -> bool:
+    """Whether two files hold the same bytes. Pictures in tables are not read for it."""
+    if isinstance(one, PictureCell) or isinstance(other, PictureCell):
+        return one == other
     if one.resolve() == other.resolve():
         return True
     if one.stat().st_size != other.stat().st_size:

@@ -131,8 +131,10 @@ def _parquet(path: Path) -> Iterator[tuple[str, Entry]]:
         file = pa.parquet.ParquetFile(path)
         fields = list(file.schema_arrow)
         pictures = {field.name for field in fields if _is_picture(field.type)}
-        # only the paths of pictures are read: they tell which cells are empty
+        # only the paths of pictures are read: they tell which cells are empty; and no bytes
+        raw = [field.name for field in fields if _is_bytes(field.type)]
         leaves = [f"{f.name}.path" if f.name in pictures else f.name for f in fields]
+        leaves = [name for name in leaves if name not in raw]
         rows = file.read(columns=leaves).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from None
@@ -141,8 +143,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Entry]]:
     places = [(group, inside) for group, size in enumerate(sizes) for inside in range(size)]
     for number, (row, place) in enumerate(zip(rows, places, strict=True), 1):
         where = f"{path}, row {number}"
-        for name in pictures:
-            if row[name] is not None:
+        for name in (*pictures, *raw):
+            if name in raw or row[name] is not None:
                 cell = partial(_cell_of, path, version, name, *place)
                 row[name] = PictureCell(where, name, version, path.parent, cell)
         yield where, row
@@ -152,6 +154,12 @@ def _is_picture(kind: Any) -> bool:
     import pyarrow as pa
 
     return pa.types.is_struct(kind) and is_struct({kind.field(k).name for k in range(len(kind))})
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
 def _cell_of(path: Path, version: str, column: str, group: int, inside: int) -> Any:

@@ -22,9 +22,18 @@ from torchvision.transforms.v2.functional import center_crop, resize
 
 from flowrl.config.sampling import Crop
 from flowrl.data import conditions
-from flowrl.data.media import has_frames, image_size, media_kind, read_frames, read_image
+from flowrl.data.media import (
+    from_pil,
+    has_frames,
+    header,
+    image_size,
+    media_kind,
+    read_frames,
+    read_image,
+)
 from flowrl.data.prompts import reference_of, select
 from flowrl.data.scored_dataset import ScoredImage, gather
+from flowrl.data.stored import PictureCell
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
 from flowrl.rollouts.join import of_leaves
@@ -41,24 +50,43 @@ def media_shape(policy: Policy) -> tuple[int, ...]:
         )
 
 
-def check(policy: Policy, paths: Iterable[Path], crop: Crop = "none") -> None:
+def check(policy: Policy, paths: Iterable[Path | PictureCell], crop: Crop = "none") -> None:
     """Check at start-up, by their headers, that the model makes what every file holds; raise
     ValueError that names one which does not fit."""
     shape = media_shape(policy)
     kind = media_kind((1, *shape))
     for path in paths:
-        if kind == "arrays" or has_frames(path) != (kind == "videos"):
-            found = "a video" if has_frames(path) else "an image"
+        moves = not isinstance(path, PictureCell) and has_frames(path)
+        if kind == "arrays" or moves != (kind == "videos"):
+            found = "a video" if moves else "an image"
             axes = " (frames, channels, height, width)" if kind == "videos" else ""
             raise ValueError(
                 f"{path} is {found}, but the model makes {kind} of shape {shape}{axes}"
             )
+        if kind == "videos" and isinstance(path, Path):
+            _check_frames(path, header(path).frames, shape, stride_of(policy))
         if kind == "images" and crop == "none":
-            width, height = image_size(path)
-            _check_shape(path, (3, height, width), shape)
+            size = path.header().size if isinstance(path, PictureCell) else image_size(path)
+            _check_shape(path, (3, *size[::-1]), shape)
 
 
-def _check_shape(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def stride_of(policy: Policy) -> int:
+    """Frames of a video that the policy's VAE folds into one: it takes stride * k + 1 of them."""
+    pipe = getattr(policy, "pipe", None)
+    names = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+    return next((int(n) for name in names if (n := getattr(pipe, name, None))), 1)
+
+
+def _check_frames(path: Path, found: int, shape: tuple[int, ...], stride: int) -> None:
+    if found < shape[0]:
+        fitting = [str(n) for n in range(1, found + 1, stride)][-3:]
+        raise ValueError(
+            f"{path} has {found} frames, but the model makes {shape[0]}; leave it out, or set"
+            f" model.pipeline.num_frames to {' or '.join(fitting)} ({stride} k + 1) or less"
+        )
+
+
+def _check_shape(path: Path | PictureCell, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if found != shape:
         size, expected = (f"{s[-1]}x{s[-2]}" for s in (found, shape))
         raise ValueError(
@@ -67,16 +95,19 @@ def _check_shape(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> 
         )
 
 
-def read_fitting(path: Path, shape: tuple[int, ...], crop: Crop) -> Tensor:
+def read_fitting(
+    path: Path | PictureCell, shape: tuple[int, ...], crop: Crop, stride: int = 1
+) -> Tensor:
     """Read a file as media of this shape. A video gives its first frames, and one with fewer is
-    refused. crop="center": the file is resized until it covers the shape, and its middle taken."""
-    if len(shape) == 3:
+    refused. crop="center": the file is resized until it covers the shape, and its middle taken.
+    stride: see `stride_of`."""
+    if isinstance(path, PictureCell):
+        media = from_pil(path.picture())[0]
+    elif len(shape) == 3:
         media = read_image(path)
-    elif len(media := read_frames(path)[: shape[0]]) < shape[0]:
-        raise ValueError(
-            f"{path} has {len(media)} frames, but the model makes {shape[0]}; leave it out, or set"
-            f" model.pipeline.num_frames to at most {len(media)}"
-        )
+    else:
+        media = read_frames(path)[: shape[0]]
+        _check_frames(path, len(media), shape, stride)
     wanted = shape[-2:]
     if crop == "center" and media.shape[-2:] != wanted:
         sides = list(zip(media.shape[-2:], wanted, strict=True))
@@ -89,14 +120,14 @@ def read_fitting(path: Path, shape: tuple[int, ...], crop: Crop) -> Tensor:
 
 @torch.no_grad()
 def _encoded(
-    policy: Policy, paths: Sequence[Path], decode: int, crop: Crop = "none"
+    policy: Policy, paths: Sequence[Path | PictureCell], decode: int, crop: Crop = "none"
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (rows of paths, media (n, *D), x0 (n, *L) fp32) in chunks of n <= decode, encoded
     outside autocast, as media are decoded."""
-    shape = media_shape(policy)
+    shape, stride = media_shape(policy), stride_of(policy)
     for start in range(0, len(paths), decode):
         rows = slice(start, min(start + decode, len(paths)))
-        pictures = {path: read_fitting(path, shape, crop) for path in paths[rows]}
+        pictures = {path: read_fitting(path, shape, crop, stride) for path in paths[rows]}
         media = torch.stack([pictures[path] for path in paths[rows]]).to(policy.device)
         with torch.autocast(policy.device.type, enabled=False):
             x0 = policy.encode_media(media).float()
@@ -142,7 +173,12 @@ def rollout(
         )
         for label in weights
     }
-    total = torch.tensor([item.total for _, item in flat], dtype=torch.float32, device=device)
+    total, weight = (
+        torch.tensor([getattr(item, name) for _, item in flat], dtype=torch.float32, device=device)
+        for name in ("total", "weight")
+    )
+    if not weights:  # media and pairs have no scores
+        made = dataclasses.replace(made, stated={"label": total, "weight": weight})
     return made, Rewards(raw=raw, weights=dict(weights), total=total, valid=total.isfinite())
 
 

@@ -18,7 +18,8 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
     rows = rows.to(rollout.leaf.device)
     names = ["leaf", "leaf_edge", "leaf_key", "group", "tree"]
     names += ["start_key"] if rollout.start_key is not None else []
-    return replace(rollout, **{name: getattr(rollout, name)[rows] for name in names})
+    stated = {name: value[rows] for name, value in rollout.stated.items()}
+    return replace(rollout, stated=stated, **{name: getattr(rollout, name)[rows] for name in names})
 
 
 def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
@@ -29,7 +30,7 @@ def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
     parts: dict[str, list[Tensor]] = {
         f.name: []
         for f in dataclasses.fields(Rollout)
-        if f.name not in ("plan", "nfe", "cond", "guidance")
+        if f.name not in ("plan", "nfe", "cond", "guidance", "stated")
     }
     for r, at in zip(rollouts, rows, strict=True):
         place = at.to(r.prompt.device)

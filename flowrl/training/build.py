@@ -203,8 +203,11 @@ def load_data(
     cfg: Config, rewards: RewardSet, live: Live, facts: Facts
 ) -> tuple[Dataset | None, Prompts, Prompts]:
     """Load (the dataset in place of samples or None, prompts to train on, held-out prompts)."""
-    dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
     data = cfg.data
+    dataset = None
+    if data.offline:
+        soft = data.labels == "soft"
+        dataset = load_dataset(data.offline, soft=soft, temperature=data.temperature)
     prompts = dataset.prompts if dataset else live.prompts or load_training(data)
     facts.learn(
         rewards=rewards,

@@ -80,7 +80,7 @@ def of_parts(
     rewards: RewardSet,
     policy: Policy,
     data: Mapping[str, Any] = NO_DATA,
-    media: Sequence[Path] = (),
+    media: Sequence[Path | PictureCell] = (),
     live: Live = NOTHING,
 ) -> Identity:
     """Describe all of a run. data: prompts as they were read, by their purpose; media: files that
@@ -106,21 +106,29 @@ def of_parts(
     }
 
 
-def of_data(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
+def of_data(data: Mapping[str, Any], media: Sequence[Path | PictureCell]) -> dict[str, str]:
     """Hash prompts with all their columns, and the files that they name."""
-    read = {**data, "images of the data": [f"{path} {digest(path)}" for path in media]}
+    read = {**data, "images of the data": [_seen(path) for path in media]}
     return {
         name: _hex(json.dumps(things, default=_content, skipkeys=True).encode())
         for name, things in read.items()
     }
 
 
-def of_reader(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
+def _seen(file: Path | PictureCell) -> str:
+    """What stands for a file, or for a picture in a table."""
+    if isinstance(file, PictureCell):
+        return file.tobytes().decode()
+    return f"{file} {digest(file)}"
+
+
+def of_reader(data: Mapping[str, Any], media: Sequence[Path | PictureCell]) -> dict[str, str]:
     """Name the version of the reader of pictures and videos, if another version may read them
     differently. Files inside tables are not looked at, so they count as pictures."""
     values = (value for rows in data.values() for row in rows for value in row.values())
-    in_tables = any(isinstance(value, PictureCell) for value in values)
-    depends = in_tables or any(map(depends_on_reader, media))
+    in_tables = any(isinstance(value, PictureCell) for value in (*values, *media))
+    files = (file for file in media if isinstance(file, Path))
+    depends = in_tables or any(map(depends_on_reader, files))
     return {READ: as_seen.READER} if depends else {}
 
 

@@ -51,7 +51,8 @@ def accumulate(
         for rows in parts:
             for name, value in algorithm.score(policy, rollout, batch[rows]).items():
                 at = rows.to(value.device, non_blocking=True)
-                whole.setdefault(name, value.new_empty(len(batch)))[at] = value
+                empty = value.new_empty(len(batch), *value.shape[1:])
+                whole.setdefault(name, empty)[at] = value
     out, c = coefficients(algorithm, whole, batch)
     # second pass: sum(c * score) of a part has the gradient of the loss in this part's scores
     for rows in parts:

@@ -177,13 +177,15 @@ def test_no_more_rows_are_announced_than_a_pair_can_give():
     assert make(steps=3).most_rows(plan, 24) == 6 and make(steps=None).most_rows(plan, 24) == 2
 
 
-def of_margin(h, **options):
+def of_margin(h, label=None, **options):
     """The loss of one pair whose errors give the margin h, and its derivative in h."""
     algorithm = ALGORITHM(ALGORITHM.Config(**options))
     error = torch.tensor([0.5, 0.5 + h], dtype=torch.float64, requires_grad=True)
     batch = Columns(
         {"adv": torch.tensor([1.0, -1.0]), "weight": torch.ones(2), "unit": torch.zeros(2).long()}
     )
+    if label is not None:
+        batch = Columns({**batch.data, "label": torch.full((2,), label)})
     scores = {"error": error, "error_ref": torch.full((2,), 0.5, dtype=torch.float64)}
     loss = algorithm.loss(scores, batch).loss / 2  # each row carries its pair's term
     return loss.item(), torch.autograd.grad(loss, error)[0][1].item()
@@ -211,3 +213,89 @@ def test_a_share_of_wrong_labels_mixes_both_signs(kind):
     assert mixed[0] == pytest.approx(0.75 * forth[0] + 0.25 * back[0])
     assert mixed[1] == pytest.approx(0.75 * forth[1] - 0.25 * back[1])
     assert of_margin(0.0, wrong=0.5, **options)[1] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo", "hinge"])
+def test_a_soft_label_mixes_both_orders_of_the_pair(kind):
+    """p L(h) + (1 - p) L(-h); a tie pulls the margin to 0, and p = 1 is the plain loss."""
+    options = {"kind": kind, "beta": 5}
+    forth, back = of_margin(0.1, **options), of_margin(-0.1, **options)
+    for p in (0.0, 0.3, 0.5, 1.0):
+        soft = of_margin(0.1, label=p, **options)
+        assert soft[0] == pytest.approx(p * forth[0] + (1 - p) * back[0])
+        assert soft[1] == pytest.approx(p * forth[1] - (1 - p) * back[1])
+    assert of_margin(0.0, label=0.5, **options)[1] == pytest.approx(0)
+    # a share e of wrong labels makes p of 1 - e
+    assert of_margin(0.1, label=1.0, wrong=0.2, **options) == pytest.approx(
+        of_margin(0.1, label=0.8, **options)
+    )
+
+
+def test_pairs_from_files_keep_their_labels_and_weights_and_ties_are_trained():
+    """Labels of the first file 1, .3, .5: the second file of the second pair wins, with .7."""
+    algorithm = make()
+    total = torch.tensor([1.0, 0.0, 0.3, 0.7, 0.5, 0.5])
+    _, rollout, _, _ = prepared(algorithm, reward=total, copies=2)
+    weight = torch.tensor([1.0, 1.0, 0.5, 0.5, 0.25, 0.25])
+    stated = replace(rollout, stated={"label": total, "weight": weight})
+    advantages = Advantages(leaf=torch.tensor([1.0, -1, -1, 1, 0, 0]))
+    rows = algorithm.columns(stated, advantages, seed=0, iteration=0)
+    samples = [rollout.leaf.tolist().index(state) for state in rows.state.tolist()]
+    assert samples[::2] == [0, 1, 3, 2, 4, 5]
+    assert rows.label[::2].tolist() == pytest.approx([1, 1, 0.7, 0.7, 0.5, 0.5])
+    assert rows.weight[::2].tolist() == [1, 1, 0.5, 0.5, 0.25, 0.25]
+    plain = algorithm.columns(rollout, advantages, seed=0, iteration=0)
+    assert len(plain) == 8 and "label" not in plain.data
+
+
+def test_a_limited_loser_does_not_raise_the_winners_error_to_first_order():
+    """g_w = (1, 0), g_l = (3, 1): <g_w, g_l> = 3, kappa = 1/3. The step -(g_w - kappa g_l) moves
+    |g_w|^2 by -2 (1 - 1/3 * 3) = 0, and without the limit by +4. Where the two point apart, or the
+    winner's is the larger, kappa is 1."""
+
+    def step(winner, loser, limit):
+        g = torch.tensor([winner, loser], dtype=torch.float64)
+        error = g.square().mean(1).requires_grad_()
+        batch = Columns(
+            {
+                "adv": torch.tensor([1.0, -1.0]),
+                "weight": torch.ones(2),
+                "unit": torch.zeros(2).long(),
+            }
+        )
+        algorithm = make(limit_loser=limit, beta=2.0)
+        scores = {"error": error, "error_ref": error.detach(), "residual": g}
+        out = algorithm.loss(scores, batch)
+        (slope,) = torch.autograd.grad(out.loss, error)
+        return out.loss.item(), slope
+
+    free, limited = (step((1.0, 0.0), (3.0, 1.0), limit) for limit in (False, True))
+    assert free[0] == limited[0]  # the value stays
+    assert limited[1].tolist() == pytest.approx([float(free[1][0]), float(free[1][1]) / 3])
+    for loser in ((-3.0, 1.0), (0.5, 0.2)):
+        free, limited = (step((1.0, 0.0), loser, limit) for limit in (False, True))
+        assert limited[1].tolist() == pytest.approx(free[1].tolist())
+
+
+def test_losers_are_limited_by_the_winner_of_their_own_unit_in_any_order_of_rows():
+    algorithm, policy = make(limit_loser=True, beta=3.0), ToyPolicy(1.0)
+    _, rollout, _, rows = prepared(algorithm, policy)
+    g = torch.randn(len(rows), 5, generator=torch.Generator().manual_seed(0))
+
+    def slope_of(order):
+        part = rows[order]
+        scores = algorithm.score(policy, rollout, part)
+        assert scores["residual"].shape == (len(rows), 2)
+        e = scores["error"].detach().requires_grad_()
+        given = {**scores, "error": e, "residual": g[order]}
+        return torch.autograd.grad(algorithm.loss(given, part).loss, e)[0]
+
+    gradient = slope_of(torch.arange(len(rows)))
+    win, lose = (rows.adv > 0).nonzero().flatten(), (rows.adv < 0).nonzero().flatten()
+    assert torch.equal(rows.unit[win], rows.unit[lose])
+    dot, own = (g[win] * g[lose]).sum(1), g[win].square().sum(1)
+    kappa = torch.where(dot > 0, (own / dot).clamp(max=1), 1.0)
+    assert torch.allclose(gradient[lose], -kappa * gradient[win], rtol=1e-5)
+    assert kappa.min() < 1 < 2 * kappa.max()
+    mixed = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(slope_of(mixed), gradient[mixed], rtol=1e-5)

@@ -162,6 +162,7 @@ def test_a_tree_of_one_leaf_is_not_compared_with_itself(options):
     [
         (NFT, "black-forest-labs/FLUX.1-schnell", "FlowMatchEulerDiscreteScheduler", True),
         (NFT, "stabilityai/sdxl", "LCMScheduler", True),
+        (NFT, "Efficient-Large-Model/Sana_Sprint_1.6B", "SCMScheduler", True),
         (NFT, "shapes-sd3", "FlowMatchEulerDiscreteScheduler", False),
         (GRPO, "stabilityai/sdxl-turbo", "EulerDiscreteScheduler", False),
     ],
@@ -169,5 +170,8 @@ def test_a_tree_of_one_leaf_is_not_compared_with_itself(options):
 def test_a_distilled_model_is_warned_of_in_forward_methods(algorithm, source, scheduler, warned):
     policy = SimpleNamespace(pipe=SimpleNamespace(scheduler=type(scheduler, (), {})()))
     facts = Facts({"model": {"source": source}}, algorithm.Config)
-    facts.learn(method=algorithm(algorithm.Config()), policy=policy)
+    facts.learn(method=algorithm(algorithm.Config()), policy=policy, dataset=None)
     assert ("few-step distilled model" in str(facts.warnings())) == warned
+    assert ("or a method on denoising steps" in str(facts.warnings())) == warned
+    facts.learn(dataset=SimpleNamespace(kind="media", singles=0))  # files have no steps
+    assert ("use its base model']" in str(facts.warnings())) == warned

@@ -68,14 +68,22 @@ def trainer(path, method, source, monkeypatch, **changes):
 
 
 @pytest.mark.parametrize(
-    ("method", "source", "group"), [("sft", "", "1"), ("dpo", "pairs.jsonl", "2")]
+    ("method", "source", "more"),
+    [
+        ("sft", "", {"batch__group": "1"}),
+        (
+            "dpo",
+            "pairs.jsonl",
+            {"batch__group": "2", "data__labels": "soft", "algorithm__limit_loser": "true"},
+        ),
+    ],
 )
-def test_a_run_on_files_resumes_bit_for_bit(method, source, group, folder, tmp_path, monkeypatch):
-    made = trainer(tmp_path / "whole", method, folder / source, monkeypatch, batch__group=group)
+def test_a_run_on_files_resumes_bit_for_bit(method, source, more, folder, tmp_path, monkeypatch):
+    made = trainer(tmp_path / "whole", method, folder / source, monkeypatch, **more)
     logged = [it.metrics for it in made]
     made.save()
     assert all(m["policy/rows"] > 0 and m["policy/grad_norm"] > 0 for m in logged)
-    cut = trainer(tmp_path / "cut", method, folder / source, monkeypatch, batch__group=group)
+    cut = trainer(tmp_path / "cut", method, folder / source, monkeypatch, **more)
     next(iter(cut))
     cut.save()
     rest = small.Trainer(resume=tmp_path / "cut")
@@ -92,6 +100,7 @@ def test_a_run_on_files_resumes_bit_for_bit(method, source, group, folder, tmp_p
         ("algorithm=sft data.offline=FOLDER/pairs.jsonl ~", "and data.offline holds pairs ones"),
         ("algorithm=nft data.offline=FOLDER ~", "holds media without scores, and nft compares"),
         ("algorithm=dpo data.offline=FOLDER/pairs.jsonl batch.group=1 ~", "use at least 2"),
+        ("algorithm=sft data.offline=FOLDER data.labels=soft ~", "weighs the two orders of a pair"),
         ("algorithm=sft data.offline=FOLDER replay.size=4 ~", "keeps new samples"),
         ("algorithm=sft data.offline=FOLDER draw.mode=refill ~", "samples again, and data.offline"),
     ],

@@ -71,8 +71,8 @@ def test_a_fault_is_counted_and_names_file_and_row(row, fault, says, folder):
     media.save(frames, folder / "clip.gif")
     other = PAIR if "chosen" in row else GOOD
     found = scan(lines(folder / "list.jsonl", other, row))
-    assert {kind: f.count for kind, f in found.faults.items()} == {fault: 1}
-    (said,) = found.faults[fault].said
+    assert {kind: len(f) for kind, f in found.faults.items()} == {fault: 1}
+    (said,) = found.faults[fault]
     assert "list.jsonl, line 2" in said
     assert re.search(says, said), said
     assert found.media + found.pairs == 1  # the other row
@@ -81,14 +81,14 @@ def test_a_fault_is_counted_and_names_file_and_row(row, fault, says, folder):
 def test_all_faults_are_found_and_those_of_a_kind_are_together(folder):
     rows = [GOOD, *[GOOD | {"file": f"gone{i}.png"} for i in range(30)], {"prompt": "red"}, PAIR]
     found = scan(lines(folder / "list.jsonl", *rows))
-    counts = {kind: f.count for kind, f in found.faults.items()}
+    counts = {kind: len(f) for kind, f in found.faults.items()}
     assert counts == {"missing file": 30, "no file named": 1, "media and pairs mixed": 1}
     done = CliRunner().invoke(app, ["check", "--data", str(folder / "list.jsonl")])
     assert done.exit_code == 2 and "fault: missing file (30)" in done.output
     assert "  and 10 more (--json FILE lists them)" in done.output
     assert done.output.count("which does not exist") == 20
     done = CliRunner().invoke(app, ["check", "--data", str(folder / "list.jsonl"), "--json", "-"])
-    assert len(json.loads(done.output)["faults"]["missing file"]["said"]) == 30
+    assert len(json.loads(done.output)["faults"]["missing file"]) == 30
 
 
 def test_what_may_stay_is_noted_and_training_is_the_next_command(folder):
@@ -103,11 +103,11 @@ def test_what_may_stay_is_noted_and_training_is_the_next_command(folder):
     listed = lines(folder / "metadata.jsonl", *rows)
     found = scan(folder)
     assert not found.faults
-    assert {kind: [f.count, f.said[0]] for kind, f in found.notes.items()} == {
+    assert {kind: [len(f), f[0]] for kind, f in found.notes.items()} == {
         "empty prompt": [1, f"{listed}, line 1 has no text: it trains the empty prompt"],
         "transparency": [
             1,
-            f"{listed}, line 2: clear.png has an alpha channel; it is laid over white",
+            f"{listed}, line 2: {folder}/clear.png has an alpha channel; it is laid over white",
         ],
         'no "domain"': [1, f'{listed}, line 3 has no "domain", and other rows have'],
         "file without a row": [1, f"{folder}/2.png has no row in the folder's list"],
@@ -127,7 +127,7 @@ def test_pairs_ties_and_pairs_of_two_sizes_are_counted(folder):
     rows = [PAIR, PAIR | {"label": 0.5}, PAIR | {"rejected": "wide.png"}]
     found = scan(lines(folder / "pairs.jsonl", *rows))
     assert dict(facts(found))["pairs"] == "3, of them 1 ties" and not found.faults
-    (said,) = found.notes["pair of two sizes"].said
+    (said,) = found.notes["pair of two sizes"]
     assert "line 3 compares files of 8x8 and 24x8" in said
     assert "algorithm=dpo batch.group=2" in command(found, folder / "pairs.jsonl")
 
@@ -140,7 +140,7 @@ def test_videos_say_their_frames_and_other_rates_are_noted(tmp_path):
     found = scan(tmp_path)
     assert dict(facts(found))["frames"] == "5 (3)"
     assert dict(facts(found))["frames a second"] == "10.0 (2), 20.0 (1)"
-    (said,) = found.notes["other frames a second"].said
+    (said,) = found.notes["other frames a second"]
     assert "2.gif has 20 frames a second, and most have 10" in said
 
 

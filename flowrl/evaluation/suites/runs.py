@@ -289,7 +289,7 @@ def _contamination(cfg: Config, task: Task) -> tuple[dict[str, Any] | None, str 
 
 def _training_prompts(cfg: Config) -> Prompts:
     if cfg.data.offline:
-        return scored_dataset.load(cfg.data.offline).prompts
+        return scored_dataset.load(cfg.data.offline, soft=True).prompts
     return load_training(cfg.data)
 
 
