@@ -40,7 +40,9 @@ def check_index(source: str, index: Any) -> None:
             " code of a model's folder is not run; write a function without arguments that returns"
             " the pipeline, and give model=path/to/file.py:NAME"
         )
-    lacking = [part for part in parts if not (Path(source) / part).is_dir()]
+    # a modular pipeline's index says of each part where it is
+    own_parts = [] if "_blocks_class_name" in index else parts
+    lacking = [part for part in own_parts if not (Path(source) / part).is_dir()]
     if Path(source).is_dir() and lacking:
         raise ValueError(
             f'model "{source}": its {lacking[0]} is missing: {INDEX} names it, and there is no'

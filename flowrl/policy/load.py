@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import flowrl.policy.modular as modular
 import flowrl.policy.wrapped as wrapped
 from flowrl.policy.base import Policy
 from flowrl.policy.folder import check_index, variant_of, why_not
@@ -58,19 +59,18 @@ def load_policy(
     split: bool = False,
     **pipeline_kwargs: Any,
 ) -> Policy:
-    """Make a Policy of `source`: a live DiffusionPipeline, its folder or hub id, a name in
-    configs/model, an nn.Module f(x, t, cond), a user's own factory ("path/to/file.py:NAME") or one
-    of an installed package, or a Policy, which is returned unchanged.
+    """Make a Policy of `source`: a live DiffusionPipeline or ModularPipeline, its folder or hub id,
+    a name in configs/model, an nn.Module f(x, t, cond), a user's own factory
+    ("path/to/file.py:NAME"), one of an installed package, or a Policy, which is returned unchanged.
 
     parts: names of the trained parts, by default ["denoiser"]; "text_encoder" for the text encoders
-    of a pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
-    whatever dtype is; the Path of a LoRA, one that holds it on the layers that it changes; None
-    trains all their weights. dtype: type of the networks (default: fp32; a live pipeline keeps its
-    own). quantize: frozen weights of a pipeline's denoiser as "int8" or "nf4" (a quantised pipeline
-    stays as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy. pipeline_kwargs:
-    arguments of the pipeline's own call (height, num_frames, image ...), for the policy's life.
-    example: the conditions of one prompt, if they differ from prompt to prompt (Policy.encode takes
-    those of all). hints: for the pipeline's class, see `hints_of` in flowrl/policy/named.py.
+    of a pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, in
+    fp32; the Path of a LoRA, one that holds it on the layers that it changes; None trains all their
+    weights. dtype: type of the networks (default: fp32; a live pipeline keeps its own). quantize:
+    frozen weights of a pipeline's denoiser as "int8" or "nf4". shape, kind, cond, decode: for an
+    nn.Module, see ModulePolicy. pipeline_kwargs: arguments of the pipeline's own call (height,
+    num_frames, image ...), for the policy's life. example: the conditions of one prompt, if they
+    differ (Policy.encode takes those of all). hints: for the pipeline's class, see named.hints_of.
     encoding: place of text encoders and of their answers. split: networks wait in host memory to be
     split over processes. UnreplayableError (a ValueError): the loop cannot be inferred.
     """
@@ -94,6 +94,7 @@ def load_policy(
     if isinstance(source, str):
         source = _pretrained(source, dtype or torch.float32)
         pipeline_kwargs = {**named, **pipeline_kwargs}
+    source = modular.as_pipeline(source)
     _check_fresh(source, parts, own_hints, adapted=lora is not None)
     declare(source, own_hints)
     with quiet():  # quiet: loading and probing make the libraries warn without cause
@@ -200,6 +201,11 @@ def _check_fresh(
             f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
             " returns"
         )
+    if hasattr(pipe, "init_pipeline"):
+        raise ValueError(
+            f"{type(pipe).__name__} is blocks without components; give the pipeline that"
+            " blocks.init_pipeline() makes, after update_components(...)"
+        )
     if not hasattr(pipe, "components"):
         raise ValueError(
             f"a model should be a diffusers pipeline, its folder or hub id, an nn.Module or a"
@@ -277,16 +283,22 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         try:
             index = DiffusionPipeline.load_config(name, **how)
         except OSError as error:
-            raise ValueError(why_not(source, error)) from error
+            index = modular.index_of(name, how)
+            if index is None:
+                raise ValueError(why_not(source, error)) from error
         check_index(source, index)
-        if Path(source).is_dir():
+        blocks = "_blocks_class_name" in index
+        if Path(source).is_dir() and not blocks:
             how = {"variant": variant_of(source, index)}
         listed = [(name, e) for name, e in index.items() if isinstance(e, list | tuple)]
         absent = {name: None for name, entry in listed if entry[0] is None}
         try:
             # the decoder stays in fp32 for gradients and scores
             types = {"default": dtype} | ({"vae": torch.float32} if "vae" in index else {})
-            pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=types, **how, **absent)
+            if blocks:
+                pipe = modular.load(name, types, how)
+            else:
+                pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=types, **how, **absent)
         # diffusers, transformers and tokenizers raise errors of their own
         except Exception as error:
             if ran_out(error):

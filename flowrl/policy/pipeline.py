@@ -227,8 +227,12 @@ class PipelinePolicy(Policy):
     def unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> list[str]:
         runner = self.prober.runner
         given = sorted({*runner.given, *names} & set(runner.parameters))
-        loaded = [i.argval for i in dis.get_instructions(runner.undecorated) if "LOAD" in i.opname]
-        read = {n for own in loaded for n in (own if isinstance(own, tuple) else (own,))}
+        if hasattr(self.pipe, "reads"):  # a modular pipeline
+            read = self.pipe.reads({"prompt", *given})
+        else:
+            code = dis.get_instructions(runner.undecorated)
+            loaded = [i.argval for i in code if "LOAD" in i.opname]
+            read = {n for own in loaded for n in (own if isinstance(own, tuple) else (own,))}
         sentences = [
             f"{name} has no effect: the call of {self.replay.pipeline} never reads it"
             for name in given

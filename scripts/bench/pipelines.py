@@ -296,7 +296,7 @@ def attempt(name: str, what: str = "usual") -> dict[str, Any]:
     def loaded(*_: Any) -> None:
         nonlocal case, policy
         pipe = case.make()
-        out["pipeline"] = type(pipe).__name__
+        out["pipeline"] = type(getattr(pipe, "blocks", pipe)).__name__  # modular: the blocks
         if what == "second":
             case = changed(name, pipe)
         policy = load(case, pipe, ["text_encoder"] if what == "text" else None)

@@ -50,6 +50,8 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
     own, message = type(pipe).__name__, printable(error)
     if missing := re.search(r"missing \d+ required [\w-]+ arguments?: (.*)", str(error)):
         return CallError(f"{own} needs {printable(missing[1])}: {WAY}")
+    if missing := re.search(r"Required input '(\w+)' is missing", str(error)):
+        return CallError(f"{own} needs {missing[1]}: {WAY}")
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     code = inspect.unwrap(type(pipe).__call__).__code__
     calls = [k for k, frame in enumerate(frames) if frame.f_code is code]
@@ -96,6 +98,9 @@ def _advice(
     if could or "prompt" in read:
         each = ", ".join(f"{name}={given[name]!r}" for name in could) or "the prompts"
         return f"correct or leave out what model.pipeline or the prompts give: {printable(each)}"
+    absent = [name for name, part in pipe.components.items() if part is None]
+    if absent and hasattr(pipe, "update_components"):  # a modular pipeline
+        return f"it has no {' and no '.join(absent)}; give it those that it needs"
     return (
         "no argument that model.pipeline or the prompts give is read; does the pipeline run by"
         " itself, as pipe(prompt)? If not, its parts do not fit together"

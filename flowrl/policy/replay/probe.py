@@ -162,7 +162,7 @@ class Prober:
         """Count the tokens of the longest text that the pipeline says it takes."""
         default = self.runner.parameters.get("max_sequence_length")
         given = self.runner.kwargs.get("max_sequence_length")
-        return int(given or (default.default if default else 512))
+        return int(given or (default and default.default) or 512)
 
     def apart(self, items: Sequence[PromptItem]) -> list[list[PromptItem]]:
         """Split items into one group for each run that they need."""

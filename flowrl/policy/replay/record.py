@@ -129,12 +129,16 @@ class Encoding:
 def denoisers_of(pipe: Any, hints: Mapping[str, Any]) -> dict[str, nn.Module]:
     """Find the networks of a pipeline's loop by component name; a hint may name them."""
     own = type(pipe).__name__
-    if not hasattr(pipe, "scheduler"):
+    if getattr(pipe, "scheduler", None) is None:
         raise UnreplayableError(
             f'{own} has no component named "scheduler", whose step ends each iteration'
         )
     parts = {k: v for k, v in pipe.components.items() if isinstance(v, nn.Module)}
-    usual = [name for name in parts if name.startswith(("transformer", "unet"))]
+    usual = [
+        name
+        for name in parts
+        if name.startswith(("transformer", "unet")) or name.endswith("_transformer")
+    ]
     names = hints.get("denoisers") or usual
     if not names:
         raise UnreplayableError(
@@ -379,7 +383,8 @@ class Runner:
         extras = {k: getattr(pipe, k, None) for k in self.off}
         extras = {k: v for k, v in extras.items() if v is not None}
         pipe.set_progress_bar_config(**{**bar, "disable": True})
-        logging.set_verbosity_error()
+        # modular pipelines log the tracebacks of errors, which we get as well
+        logging.set_verbosity(logging.CRITICAL)
         for k in extras:
             setattr(pipe, k, None)
         try:

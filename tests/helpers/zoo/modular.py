@@ -1,0 +1,86 @@
+"""Modular pipelines: blocks with the components of the classic cases.
+
+A case has the call and the conditions of the classic one, without the guidance scale, which the
+guider holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import tiny
+from diffusers import modular_pipelines
+
+from zoo import flows, images, modular_parts, unets, videos, wans
+from zoo.case import Case
+
+# arguments whose place is the guider
+SCALE = re.compile("_scale$|guidance_rescale$")
+
+
+def of(blocks: str, classic: Callable[[], Any], **others: Any) -> Any:
+    """Blocks by name with the components and the settings of a classic pipeline, and others."""
+    pipe, given = getattr(modular_pipelines, blocks)().init_pipeline(), classic()
+    taken = {own.name for own in pipe.blocks.expected_components}
+    settings = {own.name for own in pipe.blocks.expected_configs}
+    parts = {key: part for key, part in given.components.items() if part is not None}
+    pipe.update_components(
+        **{key: part for key, part in parts.items() if key in taken},
+        **{key: value for key, value in given.config.items() if key in settings - taken},
+        **others,
+    )
+    return pipe
+
+
+def case(blocks: str, classic: Case, **changes: Any) -> Case:
+    """The blocks in place of a classic case's pipeline. changes: arguments of the call that
+    differ."""
+    call = {key: value for key, value in classic.call.items() if not SCALE.search(key)}
+    make = partial(of, blocks, classic.make)
+    return Case(make=make, call={**call, **changes}, conditions=classic.conditions)
+
+
+USUAL = {
+    name: Case(make=partial(tiny.pipeline, name), call=tiny.CALLS[name]) for name in tiny.NAMES
+}
+
+CASES: dict[str, Case] = {
+    "modular_sd3": case("StableDiffusion3AutoBlocks", USUAL["sd3"], negative_prompt=""),
+    "modular_sdxl": case("StableDiffusionXLAutoBlocks", USUAL["sdxl"]),
+    "modular_flux": case("FluxAutoBlocks", USUAL["flux"]),
+    "modular_wan": case("WanBlocks", USUAL["wan21"]),
+    "modular_wan22": case("Wan22Blocks", USUAL["wan22"]),
+    "modular_qwenimage": case("QwenImageAutoBlocks", USUAL["qwenimage"]),
+    "modular_sd3_img2img": case(
+        "StableDiffusion3AutoBlocks", unets.CASES["sd3_img2img"], negative_prompt=""
+    ),
+    "modular_sdxl_img2img": case("StableDiffusionXLAutoBlocks", unets.CASES["sdxl_img2img"]),
+    "modular_sdxl_inpaint": case(
+        "StableDiffusionXLAutoBlocks",
+        unets.CASES["sdxl_inpaint"],
+        strength=0.9,
+    ),
+    "modular_flux_img2img": case("FluxAutoBlocks", flows.CASES["flux_img2img"]),
+    "modular_flux_kontext": case("FluxKontextAutoBlocks", flows.CASES["flux_kontext"]),
+    "modular_flux2": case("Flux2AutoBlocks", flows.CASES["flux2"]),
+    "modular_flux2_edit": case("Flux2AutoBlocks", flows.CASES["flux2_edit"]),
+    "modular_flux2_klein": case("Flux2KleinAutoBlocks", flows.CASES["flux2_klein"]),
+    "modular_flux2_klein_base": case("Flux2KleinBaseAutoBlocks", flows.CASES["flux2_klein"]),
+    "modular_z_image": case("ZImageAutoBlocks", flows.CASES["z_image"]),
+    "modular_qwen_edit": case("QwenImageEditAutoBlocks", images.CASES["qwen_edit"]),
+    "modular_qwen_edit_plus": case("QwenImageEditPlusAutoBlocks", images.CASES["qwen_edit_plus"]),
+    "modular_wan_i2v": case("WanImage2VideoAutoBlocks", wans.CASES["wan_i2v"]),
+    "modular_wan22_i2v": case("Wan22Image2VideoBlocks", wans.CASES["wan22_i2v"]),
+    "modular_ltx": case("LTXAutoBlocks", videos.CASES["ltx"]),
+    "modular_ltx_i2v": case("LTXAutoBlocks", videos.CASES["ltx_i2v"]),
+    "modular_ltx2": case("LTX2AutoBlocks", videos.CASES["ltx2_cfg"]),
+    "modular_krea2": Case(make=modular_parts.krea2, call=flows.CHAT),
+    "modular_krea2_turbo": Case(
+        make=partial(modular_parts.krea2, "Krea2TurboAutoBlocks"), call=flows.CHAT
+    ),
+    "modular_ernie_image": Case(make=modular_parts.ernie_image, call=flows.SIZE),
+    "modular_anima": Case(make=modular_parts.anima, call=flows.CHAT),
+}

@@ -1,0 +1,134 @@
+"""Modular pipelines are policies like classic ones: the same velocities, media and training."""
+
+import importlib.util
+from pathlib import Path
+
+import diffusers
+import pytest
+import tiny
+import torch
+from zoo import cases
+
+from flowrl import load_policy
+from flowrl.policy.modular import as_pipeline
+from flowrl.policy.replay.errors import CallError
+
+ROOT = Path(__file__).resolve().parents[2]
+SPEC = importlib.util.spec_from_file_location("pipelines", ROOT / "scripts/bench/pipelines.py")
+pipelines = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(pipelines)
+
+# both sides of each pair have one guidance scale and one negative prompt
+SAME = {
+    "sd3": ({}, {}),
+    "sdxl": ({"guidance_scale": 7.5}, {}),
+    "flux": ({}, {}),
+    "wan21": ({}, {}),
+    "qwenimage": ({"negative_prompt": "a"}, {"negative_prompt": "a"}),
+}
+CASES = {name: cases()[f"modular_{name.replace('wan21', 'wan')}"] for name in SAME}
+
+
+def pair(name, lora=None):
+    """(the classic policy, the modular one), with the same weights."""
+    classic, own = SAME[name]
+    case = CASES[name]
+    torch.manual_seed(0)  # of the adapters' first values
+    modular = load_policy(case.make(), lora=lora, **case.call, **own)
+    torch.manual_seed(0)
+    return tiny.policy(name, lora=lora, **classic), modular
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_velocity_and_media_are_those_of_the_classic_pipeline(name):
+    """Bit for bit, though a guider asks for the branches in two calls, where a classic pipeline
+    puts them in one batch."""
+    both, made = pair(name), []
+    assert both[1].replay.pipeline.endswith("Blocks")
+    for policy in both:
+        x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+        cond, rows = policy.encode(list(tiny.PROMPTS)), torch.tensor([0, 1])
+        sigmas = policy.schedule(4).sigmas
+        with torch.no_grad():
+            v = policy.velocity(x, sigmas[1].item(), cond, rows)
+            made.append((sigmas, v, policy.decode(x, 0.0, cond, rows)))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(made[1], made[0], strict=True))
+
+
+@pytest.mark.parametrize("key", pipelines.METHODS)
+@pytest.mark.parametrize(
+    "name", [key if key == "flux" else pytest.param(key, marks=pytest.mark.long) for key in SAME]
+)
+def test_an_iteration_is_that_of_the_classic_pipeline(name, key, tmp_path):
+    weights = []
+    for which, policy in enumerate(pair(name, pipelines.LORA)):
+        folder = tmp_path / str(which)
+        folder.mkdir()
+        pipelines.train(policy, CASES[name], pipelines.METHODS[key], folder)
+        weights.append([p for part in policy.parts.values() for p in part.values()])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*weights, strict=True))
+
+
+@pytest.fixture(scope="module")
+def sd3():
+    return CASES["sd3"].make()
+
+
+def test_the_original_keeps_its_blocks_and_their_progress_bars(sd3):
+    made = as_pipeline(sd3)
+    assert made.components == sd3.components and type(made).__name__ == "StableDiffusion3AutoBlocks"
+    made.set_progress_bar_config(disable=True)
+    loop = sd3.blocks.sub_blocks["denoise"].sub_blocks["text2image"].sub_blocks["denoise"]
+    assert not hasattr(loop, "_progress_bar_config") and hasattr(type(loop).__call__, "__wrapped__")
+
+
+def test_a_text_encoder_gets_a_gradient_through_the_blocks(sd3):
+    """Replayed, and by the loop's own body: every block computes under no_grad by itself."""
+    case = CASES["sd3"]
+    policy = load_policy(case.make(), lora=pipelines.LORA, parts=["text_encoder"], **case.call)
+    assert pipelines.text(policy, case)["gradient"] <= 1e-5
+
+
+def test_a_folder_is_loaded_in_the_types_of_a_classic_one(sd3, tmp_path):
+    as_pipeline(sd3).save_pretrained(tmp_path / "first")
+    assert str(tmp_path) not in (tmp_path / "first/modular_model_index.json").read_text()
+    (tmp_path / "first").rename(tmp_path / "moved")
+    policy = load_policy(tmp_path / "moved", dtype="bfloat16", device="cpu", **CASES["sd3"].call)
+    assert policy.pipe.transformer.dtype == torch.bfloat16
+    assert policy.pipe.text_encoder_3.dtype == torch.bfloat16
+    assert policy.pipe.vae.dtype == torch.float32
+    assert policy.replay.pipeline == "StableDiffusion3AutoBlocks"
+    own = policy.pipe.transformer.state_dict()
+    for name, weight in sd3.transformer.state_dict().items():
+        assert torch.equal(own[name].float(), weight.to(torch.bfloat16).float()), name
+
+
+def test_parts_that_are_absent_are_named_where_the_call_needs_them(sd3, tmp_path):
+    """SD3 does without T5, not without its first text encoder."""
+    case = CASES["sd3"]
+    pipe = case.make()
+    pipe.update_components(text_encoder_3=None, tokenizer_3=None)
+    as_pipeline(pipe).save_pretrained(tmp_path)
+    assert load_policy(tmp_path, **case.call).pipe.text_encoder_3 is None
+    pipe.update_components(text_encoder=None)
+    with pytest.raises(CallError, match="it has no text_encoder and no text_encoder_3"):
+        load_policy(pipe, **case.call)
+    pipe.update_components(scheduler=None)
+    with pytest.raises(ValueError, match='has no component named "scheduler"'):
+        load_policy(pipe, **case.call)
+
+
+def test_what_cannot_be_loaded_is_said_in_a_sentence(sd3, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="AutoBlocks is blocks without components; give the pipel"):
+        load_policy(sd3.blocks)
+    sd3.save_config(tmp_path)
+    monkeypatch.setattr(diffusers, "ModularPipeline", None)
+    with pytest.raises(ValueError, match="is a modular pipeline, which diffusers .* does not have"):
+        load_policy(tmp_path)
+
+
+def test_inputs_that_no_executed_block_reads_have_no_effect(sd3):
+    policy = load_policy(sd3, strength=0.5, **CASES["sd3"].call)
+    assert policy.unread(["pipeline"]) == [
+        "strength has no effect: the call of StableDiffusion3AutoBlocks never reads it"
+    ]
