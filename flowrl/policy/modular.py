@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -84,10 +84,10 @@ def as_pipeline(pipe: Any) -> Any:
     def save(self: Any, folder: str | Path, **how: Any) -> None:
         _save(self, type(pipe), Path(folder), how)
 
-    call.__signature__ = _signature(inputs)
-    made = copy.copy(pipe)
+    made, decorated = copy.copy(pipe), cast("Any", torch.no_grad()(call))
+    decorated.__signature__ = _signature(inputs)
     own = {
-        "__call__": torch.no_grad()(call),
+        "__call__": decorated,
         "reads": reads,
         "save_pretrained": save,
         # bars of the copy's blocks are off, and those of the original's are left alone
@@ -122,7 +122,8 @@ def _until_loop(blocks: Any) -> list[Any]:
     """List the outermost blocks up to the last that uses the scheduler: the others decode."""
     from diffusers.modular_pipelines import SequentialPipelineBlocks
 
-    if not isinstance(blocks, SequentialPipelineBlocks):
+    in_turn = isinstance(blocks, SequentialPipelineBlocks)
+    if not in_turn:
         return [blocks]
     outer = list(blocks.sub_blocks.values())
     used = [k for k, block in enumerate(outer) if "scheduler" in block.component_names]
