@@ -11,7 +11,7 @@ from zoo import cases
 
 from flowrl import load_policy
 from flowrl.policy.modular import as_pipeline
-from flowrl.policy.replay.errors import CallError
+from flowrl.policy.replay.errors import CallError, UnreplayableError
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("pipelines", ROOT / "scripts/bench/pipelines.py")
@@ -125,6 +125,17 @@ def test_what_cannot_be_loaded_is_said_in_a_sentence(sd3, tmp_path, monkeypatch)
     monkeypatch.setattr(diffusers, "ModularPipeline", None)
     with pytest.raises(ValueError, match="is a modular pipeline, which diffusers .* does not have"):
         load_policy(tmp_path)
+
+
+def test_guiders_are_judged_by_what_they_do():
+    """In an interval of steps: the pipeline's own body; with memory: no policy."""
+    pipe = CASES["sd3"].make()
+    pipe.update_components(guider=diffusers.ClassifierFreeGuidance(start=0.25, stop=0.75))
+    assert "pipeline_loop_body" in load_policy(pipe, **CASES["sd3"].call).describe()
+    momentum = {"adaptive_projected_guidance_momentum": -0.5}
+    pipe.update_components(guider=diffusers.AdaptiveProjectedGuidance(**momentum))
+    with pytest.raises(UnreplayableError, match="the replay differs in predictions"):
+        load_policy(pipe, **CASES["sd3"].call).self_check()
 
 
 def test_inputs_that_no_executed_block_reads_have_no_effect(sd3):
