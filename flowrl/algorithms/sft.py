@@ -51,20 +51,8 @@ class SFTConfig(forward.ForwardConfig):
             ),
             when=lambda data: data is not None and data.kind != "media",
         ),
-        Rule(
-            ("reward", "algorithm.name"),
-            lambda rewards, _: (
-                f"algorithm=sft climbs no reward, and {', '.join(counted(rewards))} would count;"
-                f" watch it with reward.{counted(rewards)[0]}.weight=0, or use another algorithm"
-            ),
-            when=lambda rewards, _: bool(counted(rewards)),
-        ),
+        base.WATCHED,
     )
-
-
-def counted(rewards: dict[str, dict[str, object]]) -> list[str]:
-    """Labels of rewards whose weight is not 0."""
-    return [label for label, entry in rewards.items() if entry.get("weight", 1) != 0]
 
 
 class SFT(forward.ForwardMethod):

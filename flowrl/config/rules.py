@@ -170,13 +170,15 @@ RULES = (
         "{0} compares new samples, and data.offline has none; leave it out",
     ),
     Rule(
-        ("reward", "data.offline"),
-        lambda rewards, _: (
+        ("reward", "data.offline", "algorithm.name"),
+        lambda rewards, *_: (
             f"every reward has weight 0 ({', '.join(rewards)}), so nothing would be trained; give"
             " one another weight"
         ),
-        when=lambda rewards, offline: (
-            not offline and not any(entry.get("weight", 1) for entry in rewards.values())
+        when=lambda rewards, offline, name: (
+            not offline
+            and name != "opd"
+            and not any(entry.get("weight", 1) for entry in rewards.values())
         ),
     ),
     # rules on watching the reward

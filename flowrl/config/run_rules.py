@@ -282,7 +282,9 @@ RULES = (
         ("batch.group", "method.needs", "algorithm.name"),
         "{0}: an advantage is a reward minus its group's mean, which is 0 for a single sample; use"
         " at least 2",
-        when=lambda group, needs, name: group == 1 and "reward" not in needs and name != "sft",
+        when=lambda group, needs, name: (
+            group == 1 and "reward" not in needs and name not in ("sft", "opd")
+        ),
     ),
     Rule(
         ("stop.kl", "method.config"),
@@ -410,7 +412,7 @@ RULES = (
         ("sampler.eta", "plan.kind"),
         "this method samples without noise; methods on denoising steps, as algorithm=flow_grpo,"
         " read it",
-        when=lambda _, kind: not kind.any(),
+        when=lambda eta, kind: eta and not kind.any(),
         kind="unread",
     ),
 )

@@ -46,6 +46,7 @@ class Policy:
         self.trainable = TrainedParts(dict(modules if trained is None else trained), adapter)
         self.turns = turns or Turns(_device_of(self.networks))
         self.compiled: Compiled | None = None  # the compiled blocks, see compile_blocks
+        self.teachers: Any = None  # frozen teachers (policy/teachers.py), which a run may load
         self.calls = 0  # number of network rows so far: states x guidance branches
         self._rows = LastRows()
         # (prompts, features) of the newest call of `features`

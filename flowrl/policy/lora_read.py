@@ -21,13 +21,12 @@ import flowrl.policy.weights.lora as lora
 from flowrl.policy.text import text_encoders
 from flowrl.policy.weights import layouts
 from flowrl.policy.weights.layouts import PREFIXES, split, squashed
-from flowrl.policy.weights.parts import TEXT, TrainedParts, part_of
+from flowrl.policy.weights.parts import TEXT, Place, TrainedParts, part_of
 from flowrl.policy.weights.targets import ending, weighted
 from flowrl.runtime.log import logger, quiet
 from flowrl.runtime.store.side_files import shortened
 from flowrl.runtime.text import printable
 
-Place = tuple[str, str]  # (component, name of one of its layers)
 KINDS = {  # pattern of keys -> kind of file that a LoRA on Linear layers cannot express
     "dora_scale|lora_magnitude_vector": "DoRA (use_dora)",
     r"(hada|lokr|oft|boft|ia3)_": "LoHa, LoKr, OFT or IA3",

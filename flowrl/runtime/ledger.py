@@ -280,6 +280,11 @@ class CountedPolicy:
         self.rows = len(x)
         return v
 
+    def taught(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor) -> Tensor:
+        """Return the velocity (n, *L) of each row's teacher, without gradient."""
+        velocity: Tensor = self.policy.teachers.velocity(self, x, sigma, cond, rows)
+        return velocity
+
     def step_std(self, *place: Any) -> Tensor:
         """See Policy.step_std."""
         return self.policy.step_std(*place)

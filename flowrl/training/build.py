@@ -9,16 +9,19 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
+from flowrl.algorithms.common.base import Algorithm
+from flowrl.config.build import autocast, make_algorithm, make_policy, schedule, trained
 from flowrl.config.facts import Facts, of_config
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
+from flowrl.data import conditions
 from flowrl.data.conditions import check_alike, files, has_source
 from flowrl.data.prompts import Prompts, load_prompts, load_training, references
 from flowrl.data.scored_dataset import Dataset
 from flowrl.data.scored_dataset import load as load_dataset
-from flowrl.policy import Policy
+from flowrl.policy import Policy, load_policy, teachers
+from flowrl.policy.load import call_options
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.features import load_features
 from flowrl.rewards.core.score import check_meta
@@ -32,6 +35,7 @@ from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
 from flowrl.runtime.processes.world import World, start
 from flowrl.runtime.store.lock import Lock
+from flowrl.runtime.store.run_folder import is_run
 from flowrl.training import identity, optimizer
 from flowrl.training.checks import check_conditions, check_media, columns_read
 from flowrl.training.claim import claimed
@@ -92,6 +96,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         split=bool(cfg.train.shard) and world.size > 1,
         main=world.main,
     )
+    give_teachers(cfg, algorithm, policy)
     check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
     check_size(cfg, policy)
@@ -101,7 +106,6 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     if facts["files"]:
         from_files.check(policy, facts["files"], cfg.data.crop)
     warn(cfg, policy, facts.warnings(), (prompts, held_out))
-
     # in full mode this makes weights fp32; references kept here would keep split weights whole
     policy.trainable.named()
     data = {"prompts": prompts, "held-out prompts": held_out}
@@ -135,6 +139,20 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         identity=known,
         lock=lock,
     )
+
+
+def give_teachers(cfg: Config, algorithm: Algorithm, policy: Policy) -> None:
+    """Load the frozen teachers that a method's options name, if they name some, for the policy."""
+
+    def load_model(source: str) -> Policy:
+        if is_run(source):  # a run that trained all weights
+            return trained(Path(source), {})
+        call = conditions.loaded(call_options(cfg.model.pipeline))
+        return load_policy(source, dtype=policy.dtype, device=policy.device, **call)
+
+    policy.teachers, options = None, algorithm.config
+    if getattr(options, "teachers", None):
+        policy.teachers = teachers.load(policy, options, cfg.sampler.steps, load_model)
 
 
 def check_size(cfg: Config, policy: Policy) -> None:

@@ -33,6 +33,7 @@ from flowrl.policy import Policy
 from flowrl.policy.weights.quantised import plain_tensors
 from flowrl.rewards import Reward, RewardSet
 from flowrl.runtime.registry import is_place
+from flowrl.runtime.store.run_folder import lora_folder
 from flowrl.runtime.store.side_files import shortened
 
 WHOLE = 2**26  # bytes: larger files are hashed by their size, their first and their last MiB
@@ -93,6 +94,10 @@ def of_parts(
     if rewards.features:
         others["diversity.features"] = rewards.features
     networks = {f"weights of {cfg.model.source}": _sampled(_frozen(policy))}
+    for name, teacher in policy.teachers.table.items() if policy.teachers else ():
+        if teacher.policy is not policy:  # an adapter is among the files
+            whole = nn.ModuleDict(teacher.policy.networks).state_dict()
+            networks[f"weights of algorithm.teachers.{name}"] = _sampled(whole)
     for name, holder in others.items():
         if tensors := dict(_tensors(holder, "")):
             networks[f"weights of {name}"] = _sampled(tensors)
@@ -201,7 +206,9 @@ def _named(cfg: Config) -> Iterator[str]:
         if key.rpartition(".")[2] not in WRITTEN and isinstance(value, str):
             texts += [value, value.rpartition(":")[0]]  # a setting may be "own.py:function"
     yield from (text for text in texts if text and os.path.isfile(text))
-    folders = (cfg.train.init_lora, cfg.model.source, cfg.diversity.weights)
+    taught = (cfg.algorithm.get("teachers") or {}).values()
+    adapters = [lora_folder(Path(own["adapter"])) for own in taught if own["adapter"]]
+    folders = (cfg.train.init_lora, cfg.model.source, cfg.diversity.weights, *map(str, adapters))
     yield from (text for text in folders if text and os.path.exists(text))
 
 

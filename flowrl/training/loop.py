@@ -191,6 +191,8 @@ class Trainer:
         self, source: Source, i: int, drawn: Drawn, batch: TrainingBatch, columns: Columns
     ) -> dict[str, float]:
         """Train the rows, and climb the rewards of mode=grad beside them -> metrics."""
+        if self.policy.teachers is not None:
+            self.policy.teachers.begin(drawn.batch.meta)
         if "reward" not in self.setup.needs:
             return self.learner.update(batch, columns)
         self.learner.policy.reward_of = source.reward_of(drawn.batch)

@@ -17,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from flowrl.algorithms.common.transition_config import TransitionConfig
 from flowrl.config.load import flatten, load_config
 from flowrl.config.schema import algorithm_schema
 from flowrl.runtime.rule import as_yaml, conditions
@@ -115,7 +114,7 @@ def text_of(value: Any) -> str:
         return "[" + ", ".join(map(text_of, value)) + "]"
     try:
         return as_yaml(value) if value is None or isinstance(value, bool) else f"{float(value):g}"
-    except ValueError:
+    except (ValueError, TypeError):  # a text, or a mapping
         return str(value)
 
 
@@ -130,7 +129,7 @@ def defaults(name: str, model: str) -> dict[str, str]:
     declared = conditions(schema, "algorithm.")
     read = [key for key, all_of in declared if all(one.holds(now) for one in all_of)]
     read += RUN
-    read += ["sampler.eta"] * issubclass(schema, TransitionConfig)
+    read += ["sampler.eta"] * ("sde" in schema.model_fields)
     read += ["ema.every"] * (cfg.ema.decay > 0)
     return {key: text_of(now[key]) for key in read}
 

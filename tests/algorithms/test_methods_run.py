@@ -82,13 +82,15 @@ def said(*words, spare=5):
 
 @pytest.mark.parametrize("name", options("algorithm"))
 def test_all_options_of_a_shipped_file_are_read(name):
-    needed = ["data.offline=media", "reward.jpeg.weight=0"] if name == "sft" else []
-    assert said(f"algorithm={name}", *needed) == []
+    assert said(f"algorithm={name}", *small.needed(name)) == []
 
 
 TRANSITIONS, FORWARD = "algorithm=flow_grpo", "algorithm=awm"
+TAUGHT = ["algorithm=opd", *small.NEEDED["opd"]]
 WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence each)
     ([TRANSITIONS, "algorithm.tail=0.5"], ["algorithm.tail=0.5"]),
+    ([*TAUGHT, "algorithm.scaled=false"], ["algorithm.scaled=False"]),
+    ([*TAUGHT, "algorithm.sde=cps"], ["algorithm.sde=cps"]),
     (["algorithm=mix_grpo", "algorithm.tail_count=code"], ["algorithm.tail_count=code"]),
     (
         [TRANSITIONS, "algorithm.window.size=2", "algorithm.window.low=1"],

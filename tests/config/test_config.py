@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import small
 import yaml
 from small import NAMED
 
@@ -60,7 +61,7 @@ def test_an_evaluation_takes_every_solver_of_a_plan():
 def test_every_model_goes_with_every_algorithm(model, algorithm):
     """No command `model=M algorithm=A` is refused: the plan fits the model's steps, and the batch
     whole copies of the plan."""
-    words = ["data.offline=media", "reward.jpeg.weight=0"] if algorithm == "sft" else []
+    words = small.needed(algorithm)
     cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}", *NAMED, *words])
     made = build.make_algorithm(cfg)
     plan = made.plan(
@@ -90,6 +91,7 @@ PAPERS = {
     ("mix_grpo", "flux.1-dev"): (25, 12, 4, None, 0.7),
     ("mix_grpo_flash", "flux.1-dev"): (25, 12, 4, None, 0.7),
     ("sft", "sd3.5-medium"): (None, 1, 1, 3e-4, None),
+    ("opd", "sd3.5-medium"): (10, 1, 1, None, 0.0),
     ("neighbor_grpo", "flux.1-dev"): (None, 12, None, None, None),
     ("mix_dppo", "flux.1-dev"): (25, 12, 4, None, 0.7),  # MixGRPO's
     ("branch_grpo", "flux.1-dev"): (20, 16, None, None, 0.3),

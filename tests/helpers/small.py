@@ -55,12 +55,23 @@ ALGORITHMS = {
     },  # the window moves each iteration
     "flow_grpo_fast": {"algorithm.window.size": "1", "algorithm.window.high": "2"},
 }
+# what a config of a method must say of data and teachers, beside its name and reward=jpeg
+TAUGHT = "algorithm.teachers.own"
+NEEDED = {
+    "sft": ["data.offline=media", "reward.jpeg.weight=0"],
+    "opd": [f"{TAUGHT}.model=shapes-sd3", f"{TAUGHT}.guidance=none", "reward.jpeg.weight=0"],
+}
 CHANGING = ("time/", "memory/", "mfu")  # metrics that depend on the machine
 
 # their handlers would keep the stream of the first command, which is closed after it
 diffusers.logging.set_verbosity_error()
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+
+
+def needed(algorithm):
+    """The words of NEEDED for a file of configs/algorithm."""
+    return NEEDED.get(algorithm, [])
 
 
 def words(output, algorithm="nft", **changes):

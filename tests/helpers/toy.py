@@ -62,6 +62,11 @@ class ToyPolicy(nn.Module):
     def reward(self, x, rollout, samples, sigma=0.0):
         return nearness(x, rollout.group[samples])
 
+    def taught(self, x, sigma, cond, rows):
+        """The velocity of a teacher, the exact one."""
+        with torch.no_grad(), self.view("reference"):
+            return self.velocity(x, sigma, cond, rows)
+
     def net_of(self, view):
         return {"default": self.net, "old": self.old, "anchor": self.anchor}[view]
 

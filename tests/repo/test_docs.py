@@ -233,7 +233,7 @@ def test_shared_and_own_tables_together_are_an_algorithms_options(name):
         page.split(f"### Options {title}\n")[1].split("\n### ")[0]
         for title in re.findall(r"\[(of [\w ]+)\]\(#", section)
     ]
-    assert len(shared) == (1 if name in ("dsrl", "neighbor", "reward_gradient") else 3)
+    assert len(shared) == (1 if name in ("dsrl", "neighbor", "opd", "reward_gradient") else 3)
     cells = re.compile(r"^\| `(algorithm\.[\w.]+)` \| `([^`]*)` \|", re.M)
     said = dict(row for table in [*shared, section] for row in cells.findall(table))
     options = reference.rows(schema.algorithm_schema(name), "algorithm.")
@@ -325,8 +325,10 @@ def copies_of(algorithm, plan):
     """n of the formulas: a sample's noise levels, or its noised copies."""
     if "start" in algorithm.needs:  # one row a sample
         return 1
-    if "states" in algorithm.needs:
+    if hasattr(algorithm, "drawn_steps"):
         return algorithm.drawn_steps(plan) * algorithm.config.anchors
+    if "states" in algorithm.needs:
+        return int(plan.trained.sum())
     return algorithm.config.noised if "reward" in algorithm.needs else algorithm.draws(plan)
 
 

@@ -18,6 +18,7 @@ forward.py.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -61,6 +62,19 @@ def undone_levels(how: str, strata: dict[str, str]) -> str:
         f" reward.{label}.stratify={primary}; use algorithm.combine=rewards, or"
         f" reward.{label}.gate.{primary}=0.5 in place of stratify"
     )
+
+
+def counting(rewards: Mapping[str, Mapping[str, Any]], name: str) -> str:
+    """Say which rewards count, beside a method that climbs none."""
+    if not (found := [label for label, entry in rewards.items() if entry.get("weight", 1) != 0]):
+        return ""
+    return (
+        f"algorithm={name} climbs no reward, and {', '.join(found)} would count; watch it with"
+        f" reward.{found[0]}.weight=0, or use another algorithm"
+    )
+
+
+WATCHED = Rule(("reward", "algorithm.name"), counting)  # for methods that read no advantages
 
 
 class Credit(Options):
@@ -258,6 +272,7 @@ class VelocityField(Protocol):
     def reward(
         self, x: Tensor, rollout: Rollout, samples: Tensor, sigma: float = 0.0
     ) -> Tensor: ...
+    def taught(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor) -> Tensor: ...
     def step_std(self, cond: Any, sigma: Tensor, rows: Tensor, most: Tensor) -> Tensor: ...
     def initial(self, cond: Any, rows: Tensor) -> Transition: ...
     def view(self, name: str) -> AbstractContextManager[None]: ...

@@ -22,6 +22,7 @@ from flowrl.policy.weights.targets import options_of, targets_of
 from flowrl.runtime.processes import shares
 
 TEXT = "text_encoder"  # prefix of text encoders' names, in diffusers' convention
+Place = tuple[str, str]  # (component, name of one of its layers)
 
 
 class TrainedParts:
@@ -148,19 +149,33 @@ class TrainedParts:
     def _add_adapter(self, view: str) -> None:
         if view == "default":
             self.targets = targets_of(self.modules, self.options["targets"])
+            for module in self.modules.values():
+                module.requires_grad_(False)
+                save_merged(module)
+                # a hook, because loop, replay and check call the network in different ways
+                module.register_forward_pre_hook(self._refresh)
+        self._inject_view(view, {part: self._config(part) for part in self.modules})
+        if view == "default":
+            name = self.views[view][0]
+            ours = [layer for layer in self.standing if name in getattr(layer, "lora_A", ())]
+            self.beneath = [
+                m
+                for layer in ours
+                for came in self.standing[layer]
+                for m in matrices([layer], came)
+            ]
+
+    def _inject_view(self, view: str, configs: Mapping[str, Any]) -> None:
+        """Put adapters of a new view into components, by peft's config of each."""
         name = view
         while any(name in getattr(m, "peft_config", {}) for m in self.modules.values()):
             name += "_"  # the pipeline came with an adapter of that name
         # peft would make a new adapter with the layer's weights, which may wait in host memory
         device = None if view == "default" else next(iter(self.named().values())).device
         self.views[view] = (name,)
-        for part, module in self.modules.items():
-            if view == "default":
-                module.requires_grad_(False)
-                save_merged(module)
-                # a hook, because loop, replay and check call the network in different ways
-                module.register_forward_pre_hook(self._refresh)
-            _inject(module, self._config(part), name)
+        for part, config in configs.items():
+            module = self.modules[part]
+            _inject(module, config, name)
             for layer in _layers(module):
                 layer.set_adapter(self.views["default"][0])  # no gradient for other adapters
             for key, p in module.named_parameters():
@@ -169,15 +184,38 @@ class TrainedParts:
                     p.data = p.data.to(device, torch.float32)
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
         self.matrices[view] = matrices(self.layers, name)
-        if view == "default":
-            ours = [layer for layer in self.standing if name in getattr(layer, "lora_A", ())]
-            self.beneath = [
-                m
-                for layer in ours
-                for came in self.standing[layer]
-                for m in matrices([layer], came)
-            ]
         self._activate(self.active)
+
+    @torch.no_grad()
+    def add_frozen(self, view: str, layers: Mapping[Place, tuple[Tensor, Tensor]]) -> None:
+        """Add a view with an adapter that is never trained, in place of an earlier one of that
+        name. layers: (component, layer) -> A (r, in) and B (out, r), with its scale; r may differ
+        by layer, and layers that we do not train may be among them."""
+        from peft import LoraConfig
+
+        self.needs_lora()
+        for (part, layer), (a, b) in layers.items():
+            if part not in self.modules:
+                raise ValueError(f"it changes layers of the {part}, which is not trained here")
+            found = self.modules[part].get_submodule(layer)
+            size = (found.out_features, found.in_features)
+            if (len(b), a.shape[1]) != size:
+                raise ValueError(f"{layer} is {len(b)} x {a.shape[1]} there and {size} here")
+        for name in self.views.pop(view, ()):
+            for layer in self.layers:
+                layer.delete_adapter(name)
+            for module in self.modules.values():
+                module.peft_config.pop(name, None)
+        configs = {}
+        for part in dict.fromkeys(part for part, _ in layers):
+            own = {layer: len(a) for (of, layer), (a, _) in layers.items() if of == part}
+            rank = max(own.values())
+            configs[part] = LoraConfig(r=rank, lora_alpha=rank, target_modules=[*own])
+        self._inject_view(view, configs)
+        weights = self.named(view)  # peft's B is 0, also in a layer whose name ends like another's
+        for (part, layer), (a, b) in layers.items():
+            down, up = (weights[f"{part}.{layer}.lora_{half}.weight"] for half in "AB")
+            down[: len(a)], up[:, : len(a)] = a.to(down), b.to(up)
 
     def _refresh(self, *call: Any) -> None:
         """Before a forward, update the active view's bf16 copies from their masters."""

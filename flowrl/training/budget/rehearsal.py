@@ -27,6 +27,7 @@ from flowrl.policy import Policy
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
+from flowrl.policy.teachers import Teacher, Teachers
 from flowrl.policy.weights.compiled import Compiled
 from flowrl.rewards import load_set
 from flowrl.rollouts.choose import chooser
@@ -269,6 +270,11 @@ class Rehearsal(Trainer):
         algorithm = make_algorithm(cfg)
         policy = ToyPolicy(cfg, shapes, shape, media)
         give_heads(cfg, policy, algorithm)
+        if named := getattr(algorithm.config, "teachers", None):
+            # an adapter costs what the student does; a whole model's weights are not counted
+            guidance = max((own.guidance for own in named.values()), key=policy.branches)
+            own = Teacher(policy=policy, view="default", guidance=guidance, domains=None)
+            policy.teachers = Teachers({"any": own}, "")
         accelerator: Any = _alone()
         world, ledger = World(accelerator), NotedLedger(Meter())
         setup = set_up(cfg, algorithm, policy)
