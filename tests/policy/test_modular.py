@@ -118,6 +118,11 @@ def test_parts_that_are_absent_are_named_where_the_call_needs_them(sd3, tmp_path
         load_policy(pipe, **case.call)
 
 
+def test_a_scale_that_the_guider_holds_is_no_argument_of_the_call(sd3):
+    with pytest.raises(ValueError, match="takes no argument 'guidance_scale': its guider has the"):
+        load_policy(sd3, guidance_scale=3.0)
+
+
 def test_what_cannot_be_loaded_is_said_in_a_sentence(sd3, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="AutoBlocks is blocks without components; give the pipel"):
         load_policy(sd3.blocks)

@@ -232,6 +232,8 @@ class Runner:
             name = unknown[0]
             taken = [k for k in self.parameters if k not in OURS and not k.startswith("callback")]
             more = MEANT.get(name) or did_you_mean(name, taken)
+            if name in ("guidance_scale", "true_cfg_scale") and hasattr(self.pipe, "guider"):
+                more = ": its guider has the scale; use guidance= (sampler.guidance in a config)"
             raise ValueError(
                 f"{type(self.pipe).__name__} takes no argument {printable(repr(name))}"
                 f"{', which flowrl gives' if name in OURS else more}"
