@@ -1,4 +1,4 @@
-"""Runs of algorithm=opd: they resume bit for bit, their teachers are known, and a student learns."""
+"""Runs of algorithm=opd: they resume bit for bit, know their teachers, and learn."""
 
 import json
 
