@@ -15,7 +15,8 @@ from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
 
 LARGE = 1000  # MB of kept samples beyond which a start warns
-DISTILLED = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd", "sprint")
+DISTILLED = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd")
+DISTILLED += ("sprint", "klein-4b")
 
 
 def _divisible(prompts: int, updates: int, members: int, processes: int) -> str:

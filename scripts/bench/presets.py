@@ -29,7 +29,7 @@ from flowrl.training.budget.fit import CARDS
 from flowrl.training.budget.planner import Planner
 from flowrl.training.budget.whole_run import hours
 
-MODELS = [name for name in options("model") if name != "shapes-sd3"]
+MODELS = [name for name in options("experiment") if name != "quickstart"]  # those with a recipe
 HEAD = "| model | preset | stays | peak | card needs | seconds an image |"
 # GB of a card -> devices whose hours the table of recipes has, the slower one first
 DEVICES = {24: ("rtx3090", "rtx4090"), 40: ("l40s", "a100-40gb"), 80: ("a100", "h100")}

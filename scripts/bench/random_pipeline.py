@@ -77,10 +77,12 @@ class Letters:
 
 
 def names() -> list[str]:
-    """Architectures that can be built: those of configs/architecture, and two small ones."""
+    """Architectures that can be built: those of configs/architecture whose pipeline has a scheduler
+    above and no settings of its own, and two small ones."""
     files = (resources.files("flowrl.configs") / "architecture").iterdir()
-    listed = [file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")]
-    return [*EMBEDDED, *sorted(listed)]
+    listed = sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith("yaml"))
+    found = [name for name in listed if read(name).pipeline in SCHEDULERS]
+    return [*EMBEDDED, *(name for name in found if name != "wan2.2-ti2v-5b")]
 
 
 def named(word: str) -> str:

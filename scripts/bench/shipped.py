@@ -3,7 +3,7 @@
     python scripts/bench/shipped.py [--output runs/shipped.jsonl] [--workers 2] [--only WORD ...]
     python scripts/bench/shipped.py --page runs/shipped.jsonl
 
-A run is one of the 96 cells of configs/model x PRECISIONS x configs/memory, in a process of its
+A run is one of the 96 cells of small_models.py x PRECISIONS x configs/memory, in a process of its
 own. In it flow_grpo and nft are trained, and two or three of the other methods, so that each of
 these meets every model, every precision and every preset. A method is trained by the command line's
 own function: `flowrl train` of two iterations with its self-check and evaluations, `flowrl train
@@ -155,7 +155,7 @@ def presets() -> list[str]:
 def cells() -> list[Cell]:
     """All runs, in twelve passes of one cell a model, in each of which all precisions and presets
     meet some: the first passes see most."""
-    precisions, memory, models = list(PRECISIONS), presets(), options("model")
+    precisions, memory, models = list(PRECISIONS), presets(), small_models.names()
     passes = range(len(precisions) * len(memory))
     return [
         Cell(model, precisions[(p + i) % len(precisions)], memory[(p + i) % len(memory)])
@@ -168,7 +168,7 @@ def methods_of(cell: Cell) -> list[str]:
     """What is trained in a cell: FULL, and the other methods whose number plus the model's counts
     to this precision and this preset: each of them meets each model, precision and preset."""
     others = [m for m in options("algorithm") if m not in FULL]
-    model = options("model").index(cell.model)
+    model = small_models.names().index(cell.model)
     precision, preset = list(PRECISIONS).index(cell.precision), presets().index(cell.memory)
     own = [
         method
@@ -390,7 +390,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         "| model | passed | refused | quantised: nf4, int8 | moments in 8 bits | decoder calls |",
         "|---|---|---|---|---|---|",
     ]
-    for model in options("model"):
+    for model in small_models.names():
         own = [r for r in results if r["cell"].split("/")[0] == model]
         count = Counter(r["result"] for r in own)
         failed = f", {count['failed']} failed" * (count["failed"] > 0)

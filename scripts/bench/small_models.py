@@ -159,7 +159,8 @@ CALLS: dict[str, dict[str, int]] = {  # decoders of videos cut pictures of more 
 
 
 def names() -> list[str]:
-    return options("model")
+    """Models of configs/model that have a small model here."""
+    return [name for name in options("model") if name in {*SCHEDULERS, "shapes-sd3"}]
 
 
 def call_of(name: str) -> dict[str, int]:

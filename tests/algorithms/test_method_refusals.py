@@ -163,6 +163,8 @@ def test_a_tree_of_one_leaf_is_not_compared_with_itself(options):
         (NFT, "black-forest-labs/FLUX.1-schnell", "FlowMatchEulerDiscreteScheduler", True),
         (NFT, "stabilityai/sdxl", "LCMScheduler", True),
         (NFT, "Efficient-Large-Model/Sana_Sprint_1.6B", "SCMScheduler", True),
+        (NFT, "black-forest-labs/FLUX.2-klein-4B", "FlowMatchEulerDiscreteScheduler", True),
+        (NFT, "black-forest-labs/FLUX.2-klein-base-4B", "FlowMatchEulerDiscreteScheduler", False),
         (NFT, "shapes-sd3", "FlowMatchEulerDiscreteScheduler", False),
         (GRPO, "stabilityai/sdxl-turbo", "EulerDiscreteScheduler", False),
     ],

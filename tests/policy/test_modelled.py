@@ -3,18 +3,24 @@
 import pytest
 import tiny
 import torch
+import zoo
 
+import flowrl
 from flowrl.training.budget import call_shapes
 from flowrl.training.budget.architecture import read
 from flowrl.training.budget.modelled import ModelledPolicy
 
-NAMES = ["sd15", "sdxl", "sd3", "flux", "qwenimage", "wan21"]
+TINY = ["sd15", "sdxl", "sd3", "flux", "qwenimage", "wan21"]
+ZOO = zoo.cases()
+NAMES = [*TINY, "z_image", "flux2_klein", "sana", "wan22_5b"]
 
 
 def described(value):
     """An argument by its shape and type."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value.dtype
+    if isinstance(value, list):
+        return [described(entry) for entry in value]
     if isinstance(value, dict):
         return {key: described(entry) for key, entry in value.items()}
     return value
@@ -39,11 +45,12 @@ def calls(policy, device):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path, monkeypatch):
     monkeypatch.setattr(call_shapes, "EMPTY_QWEN", 5)  # of the tiny tokenizer
-    real = tiny.policy(name, lora={"rank": 2, "alpha": 2})
+    case = ZOO[name]
+    real = flowrl.load_policy(case.make(), lora={"rank": 2, "alpha": 2}, **case.call)
     real.pipe.save_pretrained(tmp_path)
     modelled = ModelledPolicy(
         read(str(tmp_path)),
-        tiny.CALLS[name],
+        case.call,
         lora={"rank": 2, "alpha": 2},
         dtype=torch.float32,
         decoder=torch.float32,
@@ -53,6 +60,9 @@ def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path
     ours, theirs = calls(modelled, "meta"), calls(real, "cpu")
     assert ours[1:] == theirs[1:]
     for mine, its in zip(ours[0], theirs[0], strict=True):
+        for call in (mine, its):  # a budget takes the longest prompt
+            if "cap_feats" in call:
+                call["cap_feats"] = [(shape[1:], dtype) for shape, dtype in call["cap_feats"]]
         assert mine == its
     weights = {key: tuple(w.shape) for key, w in real.trainable.named().items()}
     assert {key: tuple(w.shape) for key, w in modelled.trainable.named().items()} == weights
@@ -60,10 +70,10 @@ def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path
 
 @pytest.mark.parametrize("name", NAMES)
 def test_text_encoders_run_without_values(name, tmp_path):
-    pipe = tiny.pipeline(name)
+    pipe = ZOO[name].make()
     pipe.save_pretrained(tmp_path)
     modelled = ModelledPolicy(
-        read(str(tmp_path)), tiny.CALLS[name], lora=None, dtype=torch.float32, decoder=torch.float32
+        read(str(tmp_path)), ZOO[name].call, lora=None, dtype=torch.float32, decoder=torch.float32
     )
     with torch.no_grad():
         assert len(modelled.encode_one()) == len(modelled.shapes.encoders) > 0

@@ -1,5 +1,5 @@
-"""scripts/bench/real_size.py, its folders, tokenizers and rewards; and every architecture that
-throughput.py lists starts, with few of everything."""
+"""scripts/bench/real_size.py, its folders, tokenizers and rewards; and every model with
+a small one starts in throughput.py, with few of everything."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from flowrl.config.build import DTYPES
 from flowrl.training.budget.architecture import read
 
 SMALL = ["batch.prompts=1", "batch.group=2", "batch.micro=2", "batch.decode=2", "sampler.steps=2"]
-NAMES = sorted({*random_pipeline.names()} - {*random_pipeline.EMBEDDED})
+NAMES = sorted({*small_models.names()} - {*random_pipeline.EMBEDDED})
 LONG = ["sdxl", "sd3.5-medium", "wan2.1-1.3b", "wan2.1-14b", "qwen-image"]
 
 
@@ -49,7 +49,7 @@ def narrow(name):
 
 
 @pytest.mark.parametrize("name", long.but(NAMES, LONG))
-def test_every_architecture_that_throughput_lists_starts(name, tmp_path, monkeypatch):
+def test_every_model_with_a_small_one_starts(name, tmp_path, monkeypatch):
     monkeypatch.setattr(random_pipeline, "read", narrow)
     size = {"height": 16, "width": 16, "num_frames": 5} if name.startswith("wan") else {}
     size = [f"model.pipeline.{k}={v}" for k, v in (size or {"height": 64, "width": 64}).items()]

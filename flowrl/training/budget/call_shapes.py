@@ -29,6 +29,9 @@ class NetworkCall:
     shared: Arguments  # the other arguments, beside return_dict=False
     blocks: int = 1  # number of copies of the batch in the call: branches of guidance
     latents: str = "hidden_states"  # name of the argument that holds the latents
+    listed: tuple[int, ...] = ()  # shape of a row's entry in a list of latents; (): no list
+    timestep: str = "timestep"  # name of the argument that holds the time
+    tokens: int = 0  # number of tokens that have a time each; 0: a row has one time
     time: str = "t"  # rule of the time argument (flowrl/policy/replay/arguments.py)
     scaled: str = "1"  # rule by which latents are scaled (the same file)
 
@@ -168,6 +171,55 @@ def _packed(of: _PipelineCall, scale: int, frames: bool) -> tuple[dict[str, Any]
     return {"latent": (h * w, 4 * channels), "z": z, "image": image, "media": big}, (h, w)
 
 
+def _klein(of: _PipelineCall) -> CallShapes:
+    """FLUX.2 klein: places of patches and tokens are of each row; there is no pooled text."""
+    sizes, _ = _packed(of, _kl_scale(of.vae), frames=False)
+    length, guided = int(of.get("max_sequence_length")), of.guided()
+    rows: Arguments = {
+        ("encoder_hidden_states",): ((length, of.net["joint_attention_dim"]), None),
+        ("img_ids",): ((sizes["latent"][0], 4), torch.int64),
+        ("txt_ids",): ((length, 4), torch.int64),
+    }
+    shared = {("guidance",): None, ("joint_attention_kwargs",): None}
+    calls = (NetworkCall(rows=rows, shared=shared, time="t / 1000"),) * (2 if guided else 1)
+    encoders = (Encoder(part="text_encoder", tokens=length, hidden_states=True),)
+    sizes |= _guidance(guided, cond=0)
+    return of.shapes(calls=calls, encoders=encoders, time_dtype=None, **sizes)
+
+
+def _z_image(of: _PipelineCall) -> CallShapes:
+    """Z-Image: lists with a tensor a row; guidance w stands for w + 1, and the output for -v."""
+    sizes, length = _image(of, _kl_scale(of.vae), 1024), int(of.get("max_sequence_length"))
+    scale, (channels, *places) = float(of.get("guidance_scale")), sizes["latent"]
+    rows = {("cap_feats",): [((length, of.net["cap_feat_dim"]), None)]}
+    call = NetworkCall(
+        blocks=2 if scale > 0 else 1,
+        rows=rows,
+        shared={("joint_attention_kwargs",): None},
+        latents="x",
+        listed=(channels, 1, *places),
+        timestep="t",
+        time="(1000 - t) / 1000",
+    )
+    encoders = (Encoder(part="text_encoder", tokens=length, hidden_states=True),)
+    weights = (-scale - 1, scale) if scale > 0 else (-1.0,)
+    return of.shapes(calls=(call,), encoders=encoders, weights=weights, **sizes)
+
+
+def _sana(of: _PipelineCall) -> CallShapes:
+    scale, guided = 2 ** (len(of.vae["encoder_block_out_channels"]) - 1), of.guided()
+    length = int(of.get("max_sequence_length"))
+    rows: Arguments = {
+        ("encoder_hidden_states",): ((length, of.net["caption_channels"]), None),
+        ("encoder_attention_mask",): ((length,), torch.int64),
+    }
+    call = NetworkCall(blocks=2 if guided else 1, rows=rows, shared={("attention_kwargs",): None})
+    # an instruction of about 300 tokens goes before the prompt
+    encoders = (Encoder(part="text_encoder", tokens=length + 300),)
+    sizes = _image(of, scale, of.net["sample_size"] * scale) | _guidance(guided, cond=1)
+    return of.shapes(calls=(call,), encoders=encoders, shifted=False, **sizes)
+
+
 def _flux(of: _PipelineCall) -> CallShapes:
     sizes, _ = _packed(of, _kl_scale(of.vae), frames=False)
     if of.guided("true_cfg_scale") and of.call.get("negative_prompt") is not None:
@@ -240,6 +292,8 @@ def _wan(of: _PipelineCall) -> CallShapes:
     call = NetworkCall(
         rows={("encoder_hidden_states",): ((length, of.net["text_dim"]), None)},
         shared={("attention_kwargs",): None},
+        # in Wan 2.2 5B, whose VAE this is, each token has a time
+        tokens=z[1] * z[2] * z[3] // 4 if of.vae["is_residual"] else 0,
     )
     return of.shapes(
         latent=z,
@@ -281,7 +335,10 @@ def _unet(of: _PipelineCall) -> CallShapes:
 PIPELINES: dict[str, Callable[[_PipelineCall], CallShapes]] = {
     "StableDiffusion3Pipeline": _sd3,
     "FluxPipeline": _flux,
+    "Flux2KleinPipeline": _klein,
     "QwenImagePipeline": _qwen,
+    "ZImagePipeline": _z_image,
+    "SanaPipeline": _sana,
     "WanPipeline": _wan,
     "StableDiffusionPipeline": _unet,
     "StableDiffusionXLPipeline": _unet,

@@ -9,6 +9,7 @@ are inferred from tiny pipelines of each kind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -128,8 +129,8 @@ def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
         CallPlan(
             module=shapes.network,
             blocks=call.blocks,
-            slots=[Slot(path=(call.latents,), map=identity, rule=call.scaled, dtype=dtype)],
-            times=[Time(path=("timestep",), rule=call.time, dtype=shapes.time_dtype or dtype)],
+            slots=[_slot(call, identity, dtype)],
+            times=[_time(call, shapes.time_dtype or dtype)],
             rows=[
                 Rows(path, 0, call.blocks, 1, is_list=isinstance(value, list))
                 for path, value in call.rows.items()
@@ -139,7 +140,7 @@ def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
         )
         for call in shapes.calls
     ]
-    rule = Guidance(shapes.rule, shapes.weights, 1.0, shapes.cond)
+    rule = Guidance(shapes.rule, shapes.weights, round(sum(shapes.weights)), shapes.cond)
     return Replay(
         regimes=[Regime(plans, rule)],
         boundaries=[],
@@ -149,6 +150,18 @@ def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
     )
 
 
+def _slot(call: NetworkCall, identity: Affine, dtype: torch.dtype) -> Slot:
+    """Make the argument that holds the latents."""
+    own = replace(identity, shape=call.listed or identity.shape)
+    return Slot((call.latents,), own, call.scaled, dtype, is_list=bool(call.listed))
+
+
+def _time(call: NetworkCall, dtype: torch.dtype) -> Time:
+    """Make the argument that holds the time, of a row or of each token."""
+    each = (torch.ones(call.tokens), torch.zeros(call.tokens)) if call.tokens else ()
+    return Time((call.timestep,), call.time, dtype, *each)
+
+
 def cond_of(
     shapes: CallShapes, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Cond:
@@ -156,7 +169,8 @@ def cond_of(
 
     def kept(value: Any, blocks: int) -> Any:
         if isinstance(value, list):
-            return [[list(value) for _ in prompts] for _ in range(blocks)]
+            entries = [_on_meta(entry, dtype) for entry in value]
+            return [[list(entries) for _ in prompts] for _ in range(blocks)]
         size, own = value
         return torch.empty(blocks, len(prompts), 1, *size, dtype=own or dtype, device=device)
 
@@ -171,14 +185,15 @@ def cond_of(
 
 def _shared(call: NetworkCall, dtype: torch.dtype) -> dict[Path, Any]:
     """Make a call's arguments that all rows share: a Size becomes a tensor."""
-
-    def on_meta(value: Any) -> Any:
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple):
-            return torch.empty(value[0], dtype=value[1] or dtype, device=META)
-        return value
-
-    shared = {path: on_meta(value) for path, value in call.shared.items()}
+    shared = {path: _on_meta(value, dtype) for path, value in call.shared.items()}
     return {**shared, ("return_dict",): False}
+
+
+def _on_meta(value: Any, dtype: torch.dtype) -> Any:
+    """Make a tensor of a Size; return any other value."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple):
+        return torch.empty(value[0], dtype=value[1] or dtype, device=META)
+    return value
 
 
 def decoder_of(shapes: CallShapes, vae: Any) -> Decoder:
