@@ -15,7 +15,18 @@ from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
 
 LARGE = 1000  # MB of kept samples beyond which a start warns
-DISTILLED = tuple("turbo lightning schnell lcm tcd hyper distill dmd sprint klein-4b".split())
+DISTILLED = (
+    "turbo",
+    "lightning",
+    "schnell",
+    "lcm",
+    "tcd",
+    "hyper",
+    "distill",
+    "dmd",
+    "sprint",
+    "klein-4b",
+)
 
 
 def _divisible(prompts: int, updates: int, members: int, processes: int) -> str:
