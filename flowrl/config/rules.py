@@ -181,6 +181,18 @@ RULES = (
             and not any(entry.get("weight", 1) for entry in rewards.values())
         ),
     ),
+    # rules on media trained beside the method
+    Rule(
+        ("anchor.data.weight", "anchor.data.source"),
+        "{0} trains media of your own; name them with anchor.data.source=FOLDER",
+        when=lambda weight, source: weight and not source,
+    ),
+    Rule(
+        ("anchor.data.weight", "algorithm.name"),
+        "{0} adds the loss of algorithm=sft, which is the method already; put all media into"
+        " data.offline, and leave the anchor out",
+        when=lambda weight, name: weight and name == "sft",
+    ),
     # rules on watching the reward
     Rule(
         ("stop.watch", "watch.held_out"),

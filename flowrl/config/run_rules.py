@@ -220,6 +220,23 @@ def _files(files: Sequence[Any], dataset: Any, needs: frozenset[str], mode: str,
     return ""
 
 
+def _anchored(data: Any, unconditional: bool) -> str:
+    """data: the Dataset of anchor.data."""
+    if data.kind != "media":
+        return (
+            f"anchor.data.source holds {data.kind} rows, and takes media with their prompts alone;"
+            " train these with data.offline, or name another folder"
+        )
+    empty = sum(not row["prompt"].strip() for row in data.prompts)
+    return (
+        f"{empty} of {len(data.prompts)} rows of anchor.data.source have an empty prompt, which"
+        " trains the model without one; write their prompts, or mean it with"
+        " anchor.data.unconditional=true"
+        if empty and not unconditional
+        else ""
+    )
+
+
 def _distilled(source: str, needs: frozenset[str], policy: Any, dataset: Any) -> str:
     """Forward-process losses take v as that of a flow-matching model, which few-step distilled
     models are not."""
@@ -255,8 +272,8 @@ def _stop_domain(
 
 # Beside words, the facts are: method (the algorithm), processes (of a run, or its teams), rewards
 # (a RewardSet), prompts, held_out (prompts of evaluations), files (media to train on), dataset (the
-# folder that they are from, or None), policy, plan (of the first iteration), spare (prompts of a
-# process beside its batch's).
+# folder that they are from, or None), anchored (the Dataset of anchor.data), policy, plan (of
+# the first iteration), spare (prompts of a process beside its batch's).
 RULES = (
     Rule(("batch.prompts", "batch.updates", "train.sequence_parallel", "processes"), _divisible),
     Rule(("batch.group", "plan.leaves"), _whole_trees),
@@ -396,6 +413,22 @@ RULES = (
         ),
         when=lambda dataset, prompts: dataset and dataset.singles,
         kind="warn",
+    ),
+    # rules on media beside the samples
+    Rule(("anchored", "anchor.data.unconditional"), _anchored),
+    Rule(
+        ("anchor.data.weight", "method.trains_network", "algorithm.label"),
+        "{0} trains the network on media, and {algorithm.label} leaves it as it is; leave the"
+        " anchor out",
+        when=lambda weight, network, _: weight and not network,
+    ),
+    Rule(
+        ("anchor.data.levels", "anchor.data.weight", "method.needs", "algorithm.label"),
+        "{0} takes the noise levels of the method's rows, and those of {algorithm.label} are whole"
+        " samples; use anchor.data.levels=own",
+        when=lambda levels, weight, needs, _: (
+            weight and levels == "rl" and needs & {"reward", "start"}
+        ),
     ),
     Rule(("prompts", "held_out"), _shared, kind="warn"),
     # rules on the policy and the plan

@@ -188,7 +188,7 @@ class DataConfig(Section):
             " `flowrl score`, media with their prompts (sft), or preference pairs (dpo)."
         ),
     )
-    crop: Annotated[Crop, read_with("data.offline")] = Field(
+    crop: Annotated[Crop, read_with("data.offline") | read_above("anchor.data.weight", 0)] = Field(
         "none",
         description=(
             "What happens to files of another size than the model's: they are refused, or resized"

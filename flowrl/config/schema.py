@@ -27,6 +27,7 @@ from flowrl.config.sampling import (
 )
 from flowrl.config.section import NotNamed, Place, Section, Seed
 from flowrl.config.training import (
+    AnchorConfig,
     CheckpointConfig,
     DiversityConfig,
     EmaConfig,
@@ -84,6 +85,9 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="Settings of the optimizer.")
     gradient: GradientConfig = Field(
         GradientConfig(), description="Rewards with mode=grad, climbed beside the method's loss."
+    )
+    anchor: AnchorConfig = Field(
+        AnchorConfig(), description="What the policy is kept near, beside algorithm.kl_weight."
     )
     replay: ReplayConfig = Field(ReplayConfig(), description="Old samples, trained again.")
     ema: EmaConfig = Field(EmaConfig(), description="Averaged weights.")

@@ -331,6 +331,42 @@ class GradientConfig(Section):
         return value
 
 
+ANCHORED = read_above("anchor.data.weight", 0)
+
+
+class DataAnchorConfig(Section):
+    weight: NonNegativeFloat = Field(
+        0.0, description="Weight of the mean error on these media in the loss; 0: none are read."
+    )
+    source: Annotated[Place | None, ANCHORED] = Field(
+        None, description="Media with their prompts: a folder or a list, as data.offline takes."
+    )
+    per_row: Annotated[PositiveFloat, ANCHORED] = Field(
+        1.0,
+        description=(
+            "Rows of these media for each row that the method may have; 1: as many media as"
+            " samples, at as many noise levels each."
+        ),
+    )
+    levels: Annotated[Literal["rl", "own"], ANCHORED] = Field(
+        "rl",
+        description=(
+            "Noise levels and noise of these rows: those of the method's rows of the same prompt,"
+            " or logit-normal levels and noise of their own."
+        ),
+    )
+    start: Annotated[NonNegativeInt, ANCHORED] = Field(
+        0, description="Iterations that pass before these media are trained."
+    )
+    unconditional: Annotated[StrictBool, ANCHORED] = Field(
+        False, description="Take rows with an empty prompt, which train the model without one."
+    )
+
+
+class AnchorConfig(Section):
+    data: DataAnchorConfig = Field(DataAnchorConfig(), description="Media of your own.")
+
+
 class EmaConfig(Section):
     decay: float = Field(
         0.9,

@@ -56,6 +56,9 @@ class Dataset:
         return [item.path for items in self.items for item in items]
 
 
+NO_MEDIA = Dataset(prompts=[], items=[], weights={}, kind="media")
+
+
 def load(folder: str | Path, *, soft: bool = False, temperature: float = 1.0) -> Dataset:
     """Read FOLDER/scores.jsonl, which names files in the folder, or the .jsonl list given, whose
     files may be anywhere; or media and pairs in one of the layouts of supervised.py.

@@ -13,7 +13,7 @@ members are scored as the VAE decodes them; its leaf is what the VAE encodes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -50,11 +50,15 @@ def media_shape(policy: Policy) -> tuple[int, ...]:
         )
 
 
-def check(policy: Policy, paths: Iterable[Path | PictureCell], crop: Crop = "none") -> None:
+def check(policy: Policy, paths: Sequence[Path | PictureCell], crop: Crop = "none") -> None:
     """Check at start-up, by their headers, that the model makes what every file holds; raise
-    ValueError that names one which does not fit."""
+    ValueError that names one which does not fit, and where the model has no way back to x0."""
+    if not paths:
+        return
     shape = media_shape(policy)
     kind = media_kind((1, *shape))
+    if kind != "arrays":
+        policy.encode_media(torch.zeros(1, *shape, device=policy.device))
     for path in paths:
         moves = not isinstance(path, PictureCell) and has_frames(path)
         if kind == "arrays" or moves != (kind == "videos"):

@@ -43,6 +43,9 @@ class Source:
     helped_plan: Callable[[int], Plan] | None = None
     # column of the prompts whose texts replace their own in sampling; None: no column does
     column: str | None = None
+    # (source, iteration, number for each prompt, plan) -> media to train beside samples, see
+    # data_stream.py; None: there are none
+    draw_media: Callable[[Source, int, int, Plan], Rollout] | None = None
     # rewards with mode=grad that count in an iteration; None: there are none
     climbed: RewardSet | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.data.conditions import check_alike, files, has_source
 from flowrl.data.prompts import Prompts, load_prompts, load_training, references
-from flowrl.data.scored_dataset import Dataset
+from flowrl.data.scored_dataset import NO_MEDIA, Dataset
 from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy, load_policy, teachers
 from flowrl.policy.load import call_options
@@ -27,6 +28,7 @@ from flowrl.rewards.core.features import load_features
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts import from_files
 from flowrl.rollouts.choose import chooser
+from flowrl.rollouts.data_stream import draw_media
 from flowrl.rollouts.detectors import Detectors
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.replay_buffer import ReplayBuffer
@@ -85,9 +87,8 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     facts = of_config(cfg, method=algorithm, processes=world.size)
     rewards = load_rewards(cfg, path, live)
-    dataset, prompts, held_out = load_data(cfg, rewards, live, facts)
+    dataset, prompts, held_out, anchored = load_data(cfg, rewards, live, facts)
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
-    check_alike([*prompts, *held_out])
     policy = make_policy(
         cfg,
         algorithm=algorithm,
@@ -98,19 +99,19 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     )
     give_teachers(cfg, algorithm, policy)
     check_media(rewards, algorithm, policy)
-    check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
+    shown = [*prompts, *held_out, *anchored.prompts]
+    check_conditions(policy, shown, columns_read(cfg, rewards))
     check_size(cfg, policy)
     # check that the method fits its plan, its guidance, its rewards and its media
     setup = set_up(cfg, algorithm, policy)
     facts.learn(plan=setup.plan, policy=policy)
-    if facts["files"]:
-        from_files.check(policy, facts["files"], cfg.data.crop)
-    warn(cfg, policy, facts.warnings(), (prompts, held_out))
+    media = [*facts["files"], *anchored.paths]
+    from_files.check(policy, media, cfg.data.crop)
+    warn(cfg, policy, facts.warnings(), shown)
     # in full mode this makes weights fp32; references kept here would keep split weights whole
     policy.trainable.named()
-    data = {"prompts": prompts, "held-out prompts": held_out}
-    media = [*facts["files"], *files([*prompts, *held_out])]
-    known = identity.of_parts(cfg, rewards, policy, data, media, live)
+    data = {"prompts": [*prompts, *anchored.prompts], "held-out prompts": held_out}
+    known = identity.of_parts(cfg, rewards, policy, data, [*media, *files(shown)], live)
     share_networks(cfg, world, policy, prompts, setup.guidance)
     source = Source(
         cfg=cfg,
@@ -119,7 +120,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         prompts=prompts,
         chooser=choice,
         dataset=dataset,
-        references=not dataset and bool(media),
+        references=not dataset and bool(facts["files"]),
         policy=policy,
         view=algorithm.rollout_view,
         guidance=setup.guidance,
@@ -127,6 +128,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         rewards=rewards.beside(policy),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed) if cfg.replay.size else None,
         helped_plan=helped_plan(setup, policy),
+        draw_media=partial(draw_media, anchored) if anchored.items else None,
     )
     return RunParts(
         setup=setup,
@@ -179,14 +181,13 @@ def share_networks(
         share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
 
 
-def warn(
-    cfg: Config, policy: Policy, sentences: list[str], prompts: tuple[Prompts, Prompts]
-) -> None:
-    """Warn about legal settings that a user hardly intends. prompts: (training, held-out)."""
-    policy.say_cut(row["prompt"] for rows in prompts for row in rows)
+def warn(cfg: Config, policy: Policy, sentences: list[str], prompts: Prompts) -> None:
+    """Warn about legal settings that a user hardly intends. prompts: all that the networks read,
+    those to train on first."""
+    policy.say_cut(row["prompt"] for row in prompts)
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
-    for sentence in (*policy.unread(guidances, prompts[0][0]), *sentences):
+    for sentence in (*policy.unread(guidances, prompts[0]), *sentences):
         logger.warning(sentence)
 
 
@@ -219,8 +220,12 @@ def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
 
 def load_data(
     cfg: Config, rewards: RewardSet, live: Live, facts: Facts
-) -> tuple[Dataset | None, Prompts, Prompts]:
-    """Load (the dataset in place of samples or None, prompts to train on, held-out prompts)."""
+) -> tuple[Dataset | None, Prompts, Prompts, Dataset]:
+    """Load (the dataset in place of samples or None, prompts to train on, held-out prompts, the
+    media of anchor.data or an empty dataset)."""
+    source = cfg.anchor.data.source if cfg.anchor.data.weight else None
+    anchored = load_dataset(source) if source else NO_MEDIA
+    facts.learn(anchored=anchored)
     data = cfg.data
     dataset = None
     if data.offline:
@@ -237,6 +242,7 @@ def load_data(
     )
     held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
     facts.learn(held_out=held_out)
+    check_alike([*prompts, *held_out])
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))
     check_meta(
@@ -247,7 +253,7 @@ def load_data(
     )
     if cfg.guard.check_rewards and not dataset:
         try_own(cfg, rewards, prompts)
-    return dataset, prompts, held_out
+    return dataset, prompts, held_out, anchored
 
 
 def helped_plan(setup: Setup, policy: Policy) -> Callable[[int], Plan] | None:

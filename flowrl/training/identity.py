@@ -197,8 +197,8 @@ def _short(value: str | None) -> str:
 def _named(cfg: Config) -> Iterator[str]:
     """Yield files that settings name and a run reads, and the folders of a model and of a LoRA."""
     data = cfg.data
-    offline = str(list_of(Path(data.offline))) if data.offline else None
-    texts = [*data.sources, data.eval, offline]
+    lists = [str(list_of(Path(f))) for f in (data.offline, cfg.anchor.data.source) if f]
+    texts = [*data.sources, data.eval, *lists]
     settings = (cfg.algorithm, *(s.model_dump() for s in (cfg.model, data, cfg.diversity)))
     for value in chain(*(flatten(section).values() for section in settings)):
         texts += [value.rpartition(":")[0]] if is_place(value) else []

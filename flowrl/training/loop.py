@@ -31,7 +31,7 @@ from flowrl.training.records import Credited, Iteration, Run
 from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as continue_run
 from flowrl.training.run import run_to_the_end, stop_rule
-from flowrl.training.update import Learner, climbed_terms
+from flowrl.training.update import Learner, climbed_terms, data_terms
 from flowrl.training.watch.one_view import OneView
 from flowrl.training.watch.reward_trial import NoiseWatch
 from flowrl.training.winner_gain import winner_gain
@@ -190,13 +190,15 @@ class Trainer:
     def update(
         self, source: Source, i: int, drawn: Drawn, batch: TrainingBatch, columns: Columns
     ) -> dict[str, float]:
-        """Train the rows, and climb the rewards of mode=grad beside them -> metrics."""
+        """Train the rows, and beside them media of the user's own and rewards of mode=grad ->
+        metrics."""
         if self.policy.teachers is not None:
             self.policy.teachers.begin(drawn.batch.meta)
-        if "reward" not in self.setup.needs:
-            return self.learner.update(batch, columns)
-        self.learner.policy.reward_of = source.reward_of(drawn.batch)
-        return self.learner.update(batch, columns, climbed_terms(source, batch, i))
+        more = data_terms(source, self.algorithm, batch.rollout.plan, columns, i)
+        if "reward" in self.setup.needs:
+            self.learner.policy.reward_of = source.reward_of(drawn.batch)
+            more += climbed_terms(source, batch, i)
+        return self.learner.update(batch, columns, more)
 
     def follow(self, i: int, observed: dict[str, float]) -> None:
         """Let copies of the weights follow them, and the method learn facts for later plans."""

@@ -230,12 +230,14 @@ def describe(trainer: Running) -> str:
     left = f"iterations {done + 1} to {last}"
     if done >= last:
         left = f"all {done} iterations are done; evaluated again"
+    data = cfg.anchor.data
+    beside = f", and {data.per_row:g} x that of media," if data.weight else ""
     lines = [
         f"model      {cfg.model.source}, {weights:,} trained weights on {source.policy.device}",
         f"algorithm  {cfg.algorithm['label']}, reward {_rewards(parts)}",
         f"iteration  {batch.prompts} prompts x {batch.group} = {batch.prompts * batch.group}"
         f" samples on {_processes(source.world)}; {_sampling(parts)}",
-        f"update     at most {rows:,} trained rows in {batch.updates} optimizer step(s),"
+        f"update     at most {rows:,} trained rows{beside} in {batch.updates} optimizer step(s),"
         f" {batch.micro} network rows a forward",
         f"run        {left}, in {parts.path}",
     ]

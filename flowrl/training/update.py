@@ -1,7 +1,8 @@
 """The update: rows of an iteration -> optimizer steps, each on whole prompts.
 
-Its gradient is that of a sum of terms: the method's own loss and, if rewards have mode=grad, the
-loss of these. Each is a mean over its own rows, whatever the number of the other's rows.
+Its gradient is that of a sum of terms: the method's own loss and, beside it, that of rewards with
+mode=grad and that of media of the user's own (anchor.data). Each is a mean over its own rows,
+whatever the number of the others' rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.climb import Climb
+from flowrl.algorithms.common.data_anchor import DataAnchor, paired
 from flowrl.config.schema import Config
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.trained import TrainingBatch
@@ -23,7 +25,7 @@ from flowrl.runtime.processes.world import World
 from flowrl.training import gradient
 from flowrl.training.records import RunParts
 from flowrl.training.watch.nonfinite import given_up, write_out
-from flowrl.types import Columns, Rollout
+from flowrl.types import Columns, Plan, Rollout
 
 
 class Learner:
@@ -49,16 +51,17 @@ class Learner:
         self, batch: TrainingBatch, columns: Columns, more: Sequence[Term] = ()
     ) -> dict[str, float]:
         """`batch.updates` optimizer steps -> metrics, averaged over the rows of their term."""
-        terms = [Term(objective=self.algorithm, rows=columns), *more]
+        own = Term.of(self.algorithm, columns, batch)
+        terms = [own, *more]
         out = {"policy/grad_norm": 0.0, "policy/skipped": 0.0, "policy/rows": 0.0}
         summed: list[tuple[dict[str, float], float]] = []
         for u in range(updates := self.cfg.batch.updates):
             # the sum over processes of the rows' weights is needed before the first micro-batch
-            parts = [term.part(u, batch.turns, self.world) for term in terms]
+            parts = [term.part(u, self.world) for term in terms]
             if not any(part.weight for part in parts):  # no group has a signal
                 out["policy/skipped"] += 1
                 continue
-            metrics, norm = self.gradient(batch.rollout, parts)
+            metrics, norm = self.gradient(parts)
             if not math.isfinite(norm):
                 out["policy/skipped"] += 1
                 self.skip(batch.rollout, parts[0].rows)
@@ -75,9 +78,7 @@ class Learner:
             "optimizer/step": self.step,
         }
 
-    def gradient(
-        self, rollout: Rollout, parts: list[Term]
-    ) -> tuple[list[dict[str, Tensor]], float]:
+    def gradient(self, parts: list[Term]) -> tuple[list[dict[str, Tensor]], float]:
         """Compute the gradient of the sum of the terms' mean losses, clipped -> (summed metrics of
         each term, norm before clipping)."""
         self.weights.optimizer.zero_grad(set_to_none=True)
@@ -85,7 +86,7 @@ class Learner:
             gradient.accumulate(
                 part.objective,
                 self.policy,
-                rollout,
+                part.rollout,
                 part.rows,
                 micro=self.micro,
                 total_weight=part.weight,
@@ -127,15 +128,22 @@ class Learner:
 class Term:
     """An objective and its rows on this process."""
 
-    objective: Algorithm  # the method, or the climbed rewards (Climb)
+    objective: Algorithm  # the method, the climbed rewards (Climb), or media (DataAnchor)
     rows: Columns  # (n,) rows of the loss
+    rollout: Rollout  # the samples, or the media, that the rows are about
+    turns: Tensor  # (P,) int64, number of the update that trains each prompt of the rollout
     # weight of the rows of all processes, by which their summed loss is divided
     weight: float = 0.0
     count: float = 0.0  # number of the rows of all processes
 
-    def part(self, u: int, turns: Tensor, world: World) -> Term:
-        """Take the rows of update u; turns (P,): number of the update that trains each prompt."""
-        rows = self.rows[torch.nonzero(turns[self.rows.prompt] == u).flatten()]
+    @classmethod
+    def of(cls, objective: Algorithm, rows: Columns, batch: TrainingBatch) -> Term:
+        """Make the term of rows about the samples of the batch."""
+        return cls(objective=objective, rows=rows, rollout=batch.rollout, turns=batch.turns)
+
+    def part(self, u: int, world: World) -> Term:
+        """Take the rows of update u."""
+        rows = self.rows[torch.nonzero(self.turns[self.rows.prompt] == u).flatten()]
         count = torch.stack([rows.weight.sum(), rows.weight.new_tensor(float(len(rows)))])
         weight, number = world.sum(count).tolist()
         return replace(self, rows=rows, weight=weight, count=number)
@@ -149,7 +157,32 @@ def climbed_terms(source: Source, batch: TrainingBatch, iteration: int) -> list[
         return []
     objective = Climb(cfg.gradient)
     rows = objective.rows(batch.rollout, batch.fresh, seed=cfg.seed, iteration=iteration)
-    return [Term(objective=objective, rows=rows)]
+    return [Term.of(objective, rows, batch)]
+
+
+def data_terms(
+    source: Source, algorithm: Algorithm, plan: Plan, columns: Columns, iteration: int
+) -> list[Term]:
+    """Make the term of media of the user's own (anchor.data), if it counts in this iteration: as
+    many media as there are samples, each at as many noise levels, or fewer by per_row.
+
+    columns: the method's rows, whose noise levels and noise are taken with levels=rl.
+    """
+    cfg = source.cfg
+    if source.draw_media is None or iteration < cfg.anchor.data.start:
+        return []
+    # rows of data for each prompt, from the most that the method may have: filters change nothing
+    rows_each = cfg.anchor.data.per_row * algorithm.most_rows(plan, cfg.batch.group)
+    each = max(1, min(cfg.batch.group, round(rows_each)))
+    objective = DataAnchor(cfg.anchor.data.weight, levels=max(1, round(rows_each / each)))
+    rollout = source.draw_media(source, iteration, each, plan)
+    rows = objective.rows(rollout, seed=cfg.seed, iteration=iteration)
+    if cfg.anchor.data.levels == "rl":
+        rows = paired(rows, columns, rows.prompt // each)
+    # an update trains the media of the prompts that it trains
+    place = torch.arange(len(rollout.leaf), device=rollout.leaf.device)
+    turns = place // each * cfg.batch.updates // (len(rollout.leaf) // each)
+    return [Term(objective=objective, rows=rows, rollout=rollout, turns=turns)]
 
 
 def weighted_means(summed: Iterable[tuple[dict[str, float], float]]) -> dict[str, float]:

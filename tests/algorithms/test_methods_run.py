@@ -152,6 +152,7 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     (["algorithm=raft", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
     (["algorithm=dpo", "algorithm.tau=2"], ["algorithm.tau=2.0"]),
     ([FORWARD, "data.crop=center"], ["data.crop=center"]),
+    ([FORWARD, "anchor.data.levels=own"], ["anchor.data.levels=own"]),
     (["algorithm=raft", "algorithm.levels=schedule"], ["algorithm.shift=3.0"]),
     (["algorithm=rwr", "algorithm.top=2"], ["algorithm.top=2"]),
     ([FORWARD, "algorithm.weighting=huber", "algorithm.power=0.5"], ["algorithm.power=0.5"]),

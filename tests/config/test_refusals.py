@@ -15,6 +15,7 @@ from flowrl.config.lighter import Shortage, changed, next_change, starts
 from flowrl.config.load import load_config
 from flowrl.config.schema import algorithm_schema
 from flowrl.data.prompts import load_prompts
+from flowrl.data.scored_dataset import NO_MEDIA
 from flowrl.rewards import load_set
 from flowrl.samplers import sigmas
 from flowrl.training.budget.planner import check_known
@@ -26,9 +27,10 @@ WATCHED = "reward.fair.name=saturation watch.held_out=fair"
 CLIMBED = "reward.tiling.mode=grad"
 ALIKE = "diversity.features=shapes diversity.redundancy=3 diversity.entropy=0.5"
 ENTROPY = "diversity.features=shapes diversity.entropy=0.5"
+ANCHORED = "anchor.data.weight=0.1 anchor.data.source=media"
 OFFLINE = "data.offline=scored"
 NAMED = {"method", "processes", "rewards", "prompts", "files", "dataset"}  # facts beside words
-NAMED |= {"policy", "plan", "spare", "held_out"}
+NAMED |= {"anchored", "policy", "plan", "spare", "held_out"}
 
 WORDS = [  # over words alone: refused before an algorithm is made
     ("model.encoders=leave train.parts=[text_encoder]", "use model.encoders=stay"),
@@ -133,6 +135,11 @@ FURTHER = [  # of a start: over words, and over what they name
     (f"{HELPED} data.sampler.help.column=prompt", "no prompt has a text in that column"),
     (f"{HELPED} data.sampler.help.column=include", "which is no text"),
     (f"{HELPED} {OFFLINE}", "helps new samples, and data.offline has none"),
+    # media beside the samples
+    (ANCHORED.partition(" ")[0], "trains media of your own; name them with anchor.data.source"),
+    (f"{ANCHORED} algorithm=sft data.offline=scored", "adds the loss of algorithm=sft, which is"),
+    (f"{ANCHORED} algorithm=draft", "those of draft are whole samples; use anchor.data.levels=own"),
+    (f"{ANCHORED} algorithm=dsrl train.parts=[initial_noise]", "and dsrl leaves it as it is"),
     # old samples
     ("replay.size=2 algorithm=flow_grpo", "algorithm=flow_grpo reads the log-probs of denoising"),
     ("replay.size=2 algorithm=prdp", "algorithm=prdp reads the log-probs of denoising steps"),
@@ -176,6 +183,7 @@ def refusal(words):
         facts.learn(method=algorithm, processes=1)
         facts.learn(rewards=replace(load_set(cfg.reward), domain_field=cfg.data.domain))
         facts.learn(prompts=load_prompts(cfg.data.train), dataset=None, files=[])
+        facts.learn(anchored=NO_MEDIA)
         grid = sigmas.shifted(cfg.sampler.steps, 3)
         plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
         algorithm.check(plan)

@@ -11,6 +11,7 @@ import pytest
 import small
 import thin
 import torch
+from torchvision.io import write_png
 from typer.testing import CliRunner
 
 import flowrl
@@ -63,6 +64,23 @@ def test_full_weights_are_fp32_and_their_bf16_copies_are_counted(tmp_path):
     cfg = shapes("nft", "train.mode=full", "train.precision=bf16")
     told = told_as_run(cfg, load_policy("shapes-sd3", **cfg.model.pipeline), tmp_path)
     assert told.fixed["network"] * 2**30 == 4 * told.parameters["trained"]
+
+
+def test_rows_of_media_beside_the_samples_are_counted(policy, tmp_path):
+    write_png(torch.zeros(3, 64, 64, dtype=torch.uint8), str(tmp_path / "a.png"))
+    (tmp_path / "a.txt").write_text("a red circle")
+    beside = ["anchor.data.weight=0.1", f"anchor.data.source={tmp_path}", "anchor.data.per_row=0.5"]
+    cfg = shapes("flow_grpo", *beside)
+    told = Planner(cfg, CPU).budget()
+    prompts = [{"prompt": f"a red circle {k}"} for k in range(8)]
+    rewards = {label: bench.scores(label) for label in cfg.reward}
+    cfg = cfg.model_copy(update={"output": str(tmp_path / "run")})
+    run = bench.Trainer(cfg, policy=policy, prompts=prompts, rewards=rewards)
+    first, metrics = (run.iterate(i).metrics for i in range(2))
+    assert {name: metrics.get(name, 0) for name in told.rows} == told.rows
+    assert {name: first.get(name, 0) for name in told.first} == told.first
+    assert told.rows["nfe/update"] == 1.5 * told.rows["policy/rows"]
+    assert "reading and encoding the media of anchor.data is not counted" in told.notes
 
 
 def told_as_run(cfg, policy, tmp_path):

@@ -10,6 +10,7 @@ import processes
 import pytest
 import small
 import torch
+from torchvision.io import write_png
 
 import flowrl
 from flowrl.cli.main import app
@@ -72,6 +73,12 @@ small.ALGORITHMS.setdefault("dgpo", {})
 small.ALGORITHMS.setdefault("dense_grpo", {})
 
 
+def beside(folder):
+    """Media of the user's own that dgpo trains, too: five for the four of an iteration."""
+    source = folder / "media"
+    return {"anchor__data__weight": "0.1", "anchor__data__source": source}
+
+
 def smooth(media, *_):
     """A reward that never ties and, unlike a JPEG's size, moves by 1e-7 when pixels do."""
     return media.flatten(1).std(1)
@@ -115,7 +122,7 @@ def train_all(folder):
         (None, lonely(folder)),
         (None, small.words(folder / "mixed", **MIXED)),
         (smooth, small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"])),
-        (smooth, small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"])),
+        (smooth, small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"], **beside(folder))),
         (smooth, small.words(folder / "dense_grpo", "dense_grpo", **RUNS["dense_grpo"])),
         (signalled, small.words(folder / "signalled", "flow_grpo", **SIGNALLED)),
     ]
@@ -139,6 +146,11 @@ def train_all(folder):
 def two(tmp_path_factory):
     """The runs of two CPU processes that talk by gloo -> their folder."""
     folder = tmp_path_factory.mktemp("two")
+    (folder / "media").mkdir()
+    for i in range(5):
+        picture = torch.full((3, 64, 64), 50 * i, dtype=torch.uint8)
+        write_png(picture, str(folder / f"media/{i}.png"))
+        (folder / f"media/{i}.txt").write_text(f"a square {i}")
     processes.on(2, lambda: train_all(folder))
     printed = (folder / "stdout.txt").read_text()
     assert "on 2 process(es)" in printed and printed.count("Run folder:") == 1
@@ -155,7 +167,8 @@ def step_by_step(run):
 @pytest.mark.parametrize("algorithm", ["nft", "flow_grpo", "dgpo", "dense_grpo"])
 def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(build, "load_set", lambda _: load_set({"spread": smooth}))
-    words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm])
+    more = beside(two) if algorithm == "dgpo" else {}
+    words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm], **more)
     one = flowrl.train(load.load_config(None, words))
     assert_equal(one.path, two / algorithm)
     for mine, theirs in zip(*map(step_by_step, (one.path, two / algorithm)), strict=True):

@@ -61,6 +61,7 @@ def test_an_honest_run_shows_no_sign(caplog):
     ("changes", "warned", "stopped", "sentence"),
     [
         ({"optimizer/step": 0}, 10, 100, "no optimizer step was taken"),
+        ({"policy/rows": 0}, 10, 100, "no row of the method was trained, because the samples of"),
         ({"reward/good/std": 0.0}, 10, 100, 'reward "good" is 0.5 for every sample'),
         ({"policy/grad_norm": 0.0}, 1, 5, "the gradient is exactly 0, although 8 rows"),
         ({"reward/good/mean": -2e6}, 1, 100, 'reward "good" times its weight is beyond guard.huge'),

@@ -49,15 +49,16 @@ def learner(policy):
     return made
 
 
-def term(objective, rows):
+def term(objective, rollout, rows):
     """The term of all rows, in one update."""
-    return Term(objective=objective, rows=rows).part(0, torch.zeros(3, dtype=torch.int64), ALONE)
+    whole = Term(objective=objective, rows=rows, rollout=rollout, turns=torch.zeros(3).long())
+    return whole.part(0, ALONE)
 
 
 def climbed(policy, rollout, **settings):
     objective = climb(**settings)
     valid = torch.ones(len(rollout.leaf), dtype=torch.bool)
-    return term(objective, objective.rows(rollout, valid, seed=0, iteration=0))
+    return term(objective, rollout, objective.rows(rollout, valid, seed=0, iteration=0))
 
 
 @pytest.mark.parametrize(("method", "options"), [(GRPO, {"kl_weight": 0.1}), (NFT, {})])
@@ -65,10 +66,10 @@ def test_the_joint_gradient_is_the_sum_of_both(method, options):
     policy = ToyPolicy(0.3)
     algorithm = method(method.Config(**options))
     _, rollout, _, rows = prepared(algorithm, policy)
-    own, beside = term(algorithm, rows), climbed(policy, rollout, scale=0.3)
+    own, beside = term(algorithm, rollout, rows), climbed(policy, rollout, scale=0.3)
     found = {}
     for name, terms in {"own": [own], "beside": [beside], "both": [own, beside]}.items():
-        _, norm = learner(policy).gradient(rollout, terms)
+        _, norm = learner(policy).gradient(terms)
         found[name] = gradient(policy.net).clone()
         assert norm == pytest.approx(float(found[name].norm()), rel=1e-5)
     assert found["own"].norm() > 1e-2 and found["beside"].norm() > 1e-2
@@ -84,10 +85,10 @@ def test_each_term_is_a_mean_over_its_own_rows():
     beside = climbed(policy, rollout, sigma=0.3)
     found = []
     for kept in (rows, rows[torch.arange(0, len(rows), 2)]):
-        own = term(algorithm, kept)
-        learner(policy).gradient(rollout, [own])
+        own = term(algorithm, rollout, kept)
+        learner(policy).gradient([own])
         alone = gradient(policy.net).clone()
-        metrics, _ = learner(policy).gradient(rollout, [own, beside])
+        metrics, _ = learner(policy).gradient([own, beside])
         found.append(gradient(policy.net) - alone)
     assert torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-5)
     chosen, s = beside.rows, 0.3

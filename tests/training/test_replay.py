@@ -30,8 +30,9 @@ def made(folder, algorithm="nft", **changes):
 
 def gradient(trainer, rollout, rows):
     """Gradient of the mean loss of some rows by the present policy."""
-    whole = Term(objective=trainer.algorithm, rows=rows, weight=float(rows.weight.sum()))
-    trainer.learner.gradient(rollout, [whole])
+    turns = torch.zeros(len(rows)).long()
+    whole = Term(objective=trainer.algorithm, rows=rows, rollout=rollout, turns=turns)
+    trainer.learner.gradient([whole.part(0, trainer.world)])
     parameters = trainer.parts.weights.parameters.values()
     return torch.cat([(0 * p if p.grad is None else p.grad).flatten() for p in parameters])
 
@@ -90,8 +91,8 @@ def long(tmp_path_factory):
     """A run of three iterations -> the trainer, its results, and (rollout, rows) of its updates."""
     trainer, seen = made(tmp_path_factory.mktemp("replay") / "run", **LONG), []
     step = trainer.learner.gradient
-    trainer.learner.gradient = lambda rollout, parts: (
-        seen.append((rollout, parts[0].rows)) or step(rollout, parts)
+    trainer.learner.gradient = lambda parts: (
+        seen.append((parts[0].rollout, parts[0].rows)) or step(parts)
     )
     return trainer, list(trainer), seen
 

@@ -387,6 +387,8 @@ def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> lis
         notes.append(f"{cfg.optimizer.name} is counted as AdamW: two numbers of 32 bits a weight")
     if cfg.eval.height or cfg.eval.width:
         notes.append("evaluations are counted at the size of training, not at that of eval.height")
+    if cfg.anchor.data.weight:
+        notes.append("reading and encoding the media of anchor.data is not counted")
     if device.cuda:
         notes.append(f"seconds are {device.source}: not measured on a GPU")
     return notes

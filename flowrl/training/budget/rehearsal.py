@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from flowrl.config.build import give_heads, make_algorithm
 from flowrl.config.facts import of_config
 from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
+from flowrl.data.scored_dataset import Dataset
 from flowrl.policy import Policy
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.call import Request
@@ -31,6 +33,8 @@ from flowrl.policy.teachers import Teacher, Teachers
 from flowrl.policy.weights.compiled import Compiled
 from flowrl.rewards import load_set
 from flowrl.rollouts.choose import chooser
+from flowrl.rollouts.data_stream import draw_media
+from flowrl.rollouts.join import of_leaves
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.ledger import Ledger
@@ -46,6 +50,7 @@ from flowrl.training.setup import set_up
 from flowrl.training.update import Learner
 from flowrl.training.watch.guards import Guards
 from flowrl.training.watch.watch import Watch
+from flowrl.types import Plan, Rollout
 
 GOLDEN = (5**0.5 - 1) / 2
 WINNERS = "winners"  # name of the phase of policy/winner_gain
@@ -241,6 +246,14 @@ class ToyPolicy(Policy):
         return Called.apply(x, weight, lambda: note(True), media)
 
 
+def made_up(dataset: Dataset, source: Source, ids: Tensor, plan: Plan) -> Rollout:
+    """Make media (anchor.data) that no file holds, and that cost nothing to encode."""
+    with source.ledger.phase("rollout"):
+        cond = source.policy.encode([dataset.prompts[i]["prompt"] for i in ids.tolist()])
+        x0 = torch.zeros(len(ids), *source.policy.latent_shape)
+        return of_leaves(x0, ids, torch.arange(len(ids)), plan, cond)
+
+
 class NotedLearner(Learner):
     """Books the optimizer's step as a phase of its own."""
 
@@ -283,6 +296,7 @@ class Rehearsal(Trainer):
         # enough prompts that several iterations differ, with tags for samplers that balance them
         numbers = range(4 * cfg.batch.prompts)
         prompts = [{"prompt": f"prompt {k}", "tag": str(k % 4)} for k in numbers]
+        media = Dataset(prompts=prompts, items=[[] for _ in prompts], weights={}, kind="media")
         rewards = load_set(
             {
                 label: {"reward": scores(label), "weight": entry["weight"]}
@@ -306,6 +320,9 @@ class Rehearsal(Trainer):
             autocast=nullcontext,
             rewards=rewards,
             buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed) if cfg.replay.size else None,
+            draw_media=partial(draw_media, media, encode=made_up)
+            if cfg.anchor.data.weight
+            else None,
         )
         self.parts = RunParts(
             setup=setup,

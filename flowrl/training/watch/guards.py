@@ -17,6 +17,11 @@ from flowrl.rewards.core.failures import KINDS
 from flowrl.runtime.log import logger
 
 Metrics = Mapping[str, float]
+DATA_ALONE = (
+    "no row of the method was trained, because the samples of every prompt score alike; only the"
+    " media of anchor.data were: try easier prompts or a reward with partial credit, a larger"
+    " batch.group, or draw.mode=refill"
+)
 WARN_AFTER = 10  # iterations in a row; honest runs on rewards that are mostly 0 have a few
 
 
@@ -82,6 +87,10 @@ def signs(
             said_after=WARN_AFTER,
             stops_after=settings.stop_after,
             sentence=_no_step(metrics),
+        )
+    elif metrics["policy/rows"] == 0 and "gradient/reward" not in metrics:
+        out["no step"] = Sign(
+            said_after=WARN_AFTER, stops_after=settings.stop_after, sentence=DATA_ALONE
         )
     elif metrics["policy/rows"] and metrics["policy/grad_norm"] == 0:
         sentence = _no_gradient(metrics["policy/rows"])
