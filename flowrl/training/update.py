@@ -172,9 +172,10 @@ def data_terms(
     if source.draw_media is None or iteration < cfg.anchor.data.start:
         return []
     # rows of data for each prompt, from the most that the method may have: filters change nothing
-    rows_each = cfg.anchor.data.per_row * algorithm.most_rows(plan, cfg.batch.group)
-    each = max(1, min(cfg.batch.group, round(rows_each)))
-    objective = DataAnchor(cfg.anchor.data.weight, levels=max(1, round(rows_each / each)))
+    number = cfg.anchor.data.per_row * algorithm.most_rows(plan, cfg.batch.group)
+    levels = max(1, math.ceil(number / cfg.batch.group))
+    each = max(1, round(number / levels))
+    objective = DataAnchor(cfg.anchor.data.weight, levels)
     rollout = source.draw_media(source, iteration, each, plan)
     rows = objective.rows(rollout, seed=cfg.seed, iteration=iteration)
     if cfg.anchor.data.levels == "rl":

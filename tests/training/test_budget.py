@@ -70,7 +70,7 @@ def test_rows_of_media_beside_the_samples_are_counted(policy, tmp_path):
     write_png(torch.zeros(3, 64, 64, dtype=torch.uint8), str(tmp_path / "a.png"))
     (tmp_path / "a.txt").write_text("a red circle")
     beside = ["anchor.data.weight=0.1", f"anchor.data.source={tmp_path}", "anchor.data.per_row=0.5"]
-    cfg = shapes("flow_grpo", *beside)
+    cfg = shapes("nft", *beside)
     told = Planner(cfg, CPU).budget()
     prompts = [{"prompt": f"a red circle {k}"} for k in range(8)]
     rewards = {label: bench.scores(label) for label in cfg.reward}
