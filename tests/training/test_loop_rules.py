@@ -163,8 +163,8 @@ def test_only_from_the_second_update_on_do_ratios_leave_one_and_clip(tmp_path):
     )
     gradient, seen = made.learner.gradient, []
 
-    def spy(rollout, parts):
-        metrics, norm = gradient(rollout, parts)
+    def spy(parts):
+        metrics, norm = gradient(parts)
         (own,), (summed,) = parts, metrics
         seen.append({name: float(value) / own.weight for name, value in summed.items()})
         return metrics, norm
@@ -189,8 +189,8 @@ def test_rows_of_a_skipped_update_do_not_count(tmp_path):
     )
     gradient, poisoned = made.learner.gradient, [False, True]
 
-    def poison(rollout, parts):
-        metrics, norm = gradient(rollout, parts)
+    def poison(parts):
+        metrics, norm = gradient(parts)
         return metrics, float("nan") if poisoned.pop(0) else norm
 
     made.learner.gradient = poison
