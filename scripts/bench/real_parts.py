@@ -247,7 +247,7 @@ def trained(
         own = ["--resume", str(run)]
     counts = flowrl("train", *own, f"iterations={iterations}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "nfe/rollout" in line]
+    steps = [line for line in lines if "nfe/update" in line]
     if len(steps) != iterations:
         raise Failed(f"{len(steps)} iterations are in {run}/metrics.jsonl, not {iterations}")
     if not (run / "lora").is_dir():

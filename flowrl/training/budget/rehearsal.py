@@ -269,6 +269,17 @@ def plainer(cfg: Config) -> Config:
     return cfg.model_copy(update={"diversity": DiversityConfig(), "optimizer": plain})
 
 
+def take_teachers(policy: ToyPolicy, named: Mapping[str, Any] | None) -> None:
+    """Let the policy be its own teacher, at the costliest guidance of those that are named.
+
+    An adapter costs what the student does; a whole model's weights are not counted.
+    """
+    if named:
+        guidance = max((own.guidance for own in named.values()), key=policy.branches)
+        own = Teacher(policy=policy, view="default", guidance=guidance, domains=None)
+        policy.teachers = Teachers({"any": own}, "")
+
+
 class Rehearsal(Trainer):
     """The trainer of a run without its folder, its weights and its rewards. shape, media: shapes of
     one sample, which may be very small."""
@@ -283,11 +294,7 @@ class Rehearsal(Trainer):
         algorithm = make_algorithm(cfg)
         policy = ToyPolicy(cfg, shapes, shape, media)
         give_heads(cfg, policy, algorithm)
-        if named := getattr(algorithm.config, "teachers", None):
-            # an adapter costs what the student does; a whole model's weights are not counted
-            guidance = max((own.guidance for own in named.values()), key=policy.branches)
-            own = Teacher(policy=policy, view="default", guidance=guidance, domains=None)
-            policy.teachers = Teachers({"any": own}, "")
+        take_teachers(policy, getattr(algorithm.config, "teachers", None))
         accelerator: Any = _alone()
         world, ledger = World(accelerator), NotedLedger(Meter())
         setup = set_up(cfg, algorithm, policy)
