@@ -22,6 +22,7 @@ import functools
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,6 +72,10 @@ def train(c: Cell) -> Cell:
         if c.get("claim", "").startswith("kl_"):
             made["rlg"] = at_inference.by_weight(trainer)
         record = json.loads((Path(folder) / "run" / "evaluation.json").read_text())
+        if c.get("claim", "").startswith("specialist_"):  # a teacher of opd
+            trainer.finish()
+            kept = cells.FOLDER.parents[1] / "build" / "bench" / c["claim"]
+            shutil.copytree(Path(folder) / "run" / "lora", kept, dirs_exist_ok=True)
     return made | read(record, is_whole(c))
 
 

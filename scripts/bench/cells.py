@@ -99,7 +99,29 @@ FIFTH = {
     "sft": ["data.offline=build/bench/best", *OWN],
     "dpo_pairs": ["data.offline=build/bench/pairs.jsonl", *OWN, *FORWARD],
 }
-METHODS = FIRST | SECOND | THIRD | FOURTH | FIFTH
+# A student of two specialists (the claims specialist_*), whose LoRAs algorithms.py keeps there
+SPECIALISTS = {
+    "first": "[single_object,colors,counting]",
+    "second": "[two_object,position,color_attr]",
+}
+SIXTH = {
+    "opd": [
+        "batch.prompts=32",
+        "batch.group=1",
+        "reward.shapes.weight=0",
+        "algorithm.route=task",
+        *(
+            word
+            for name, tasks in SPECIALISTS.items()
+            for word in (
+                f"algorithm.teachers.{name}.adapter=build/bench/specialist_{name}",
+                f"algorithm.teachers.{name}.guidance=none",
+                f"algorithm.teachers.{name}.domains={tasks}",
+            )
+        ),
+    ],
+}
+METHODS = FIRST | SECOND | THIRD | FOURTH | FIFTH | SIXTH
 ALGORITHM = {"dpo_pairs": "dpo"}  # where a method's name here is not its algorithm's
 DRAWN = 256 * 16 * 8  # network rows of own_data.py
 # Rewards with a gradient. The verifier has none: it is only read.
@@ -228,6 +250,10 @@ CLAIMS = {
     **_few_steps("dgpo", (1, 2, 4)),
     **_few_steps("flow_grpo", (2, 4)),
     **_few_steps("dance_grpo", (2, 4)),
+    **{
+        f"specialist_{name}": Claim("nft", [f"data.train=build/bench/{name}.jsonl"], 1 / 2)
+        for name in SPECIALISTS
+    },
     "nft_fifth": Claim("nft", [], 0.11),  # three iterations, a sixth of Flow-GRPO's 18
     "proxy_points": Claim("mix_grpo_flash", PROXY, 2),
     "proxy_wins": Claim("mix_grpo_flash", [*PROXY, "algorithm.outcome=win_rate"], 2),
@@ -272,7 +298,9 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
 
 
 def budget_of(method: str) -> int:
-    """Network rows of a method's run; samples that were drawn before it are part of BUDGET."""
+    """Network rows of a method's run, without those of the samples and teachers it starts from."""
+    if method in SIXTH:  # each of its teachers took as much
+        return BUDGET // 2
     return BUDGET - (DRAWN if method in FIFTH else 0)
 
 

@@ -1,12 +1,13 @@
 """Data for the supervised runs of algorithms.py, drawn from the embedded model itself.
 
-    python scripts/bench/own_data.py        build/bench/best/, pairs.jsonl and scenes/
+    python scripts/bench/own_data.py        best/, pairs.jsonl, scenes/ ... in build/bench
 
 16 samples of each of 256 training prompts are scored by the shapes verifier. best/ holds the best
 tenth of all samples with their prompts, for algorithm=sft; pairs.jsonl has of each prompt a sample
 that is right in every clause and one that is not, for algorithm=dpo. The samples are a function of
 the seed, so the folder is not committed. They cost PROMPTS * EACH * STEPS network rows. scenes/
 holds rendered pictures of the same prompts, such as the model was trained on, for a data anchor.
+first.jsonl and second.jsonl have the training prompts of three tasks each, for two specialists.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ from flowrl.types import MediaContext
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "bench"
 PROMPTS, EACH, STEPS, SEED = 256, 16, 8, 7
 BEST = 0.1  # share of all samples
+TASKS = {
+    "first": ("single_object", "colors", "counting"),
+    "second": ("two_object", "position", "color_attr"),
+}
 
 
 def main() -> None:
@@ -61,6 +66,8 @@ def main() -> None:
     listed = [rows[i] | {"file_name": files[i]} for i in best.tolist()]
     write(FOLDER / "best" / "metadata.jsonl", listed)
     draw_scenes([found[i] for i in every.tolist()])
+    for name, tasks in TASKS.items():
+        write(FOLDER / f"{name}.jsonl", [row for row in found if row["task"] in tasks])
     write(FOLDER / "pairs.jsonl", pairs)
     print(f"strict {strict.mean():.3f} of {len(rows)} samples, {strict[best].mean():.3f} of the")
     print(f"{len(best)} best; {len(pairs)} pairs; {PROMPTS * EACH * STEPS:,} network rows")
