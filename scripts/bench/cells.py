@@ -168,6 +168,14 @@ PROXY = [  # the verifier is only read
 ]
 
 
+HACKABLE = [  # the planted proxy of hacking.py, paid more: it can be climbed without the verifier
+    "reward=scripts/bench/hacking.py:proxy",
+    "reward.proxy.pay=30",
+    "reward.shapes.weight=0",
+]
+ANCHORED = ["anchor.data.source=build/bench/scenes", "anchor.data.levels=own"]
+
+
 class Claim(NamedTuple):
     """A run that a paper's claim needs."""
 
@@ -204,6 +212,18 @@ def _samplers(counts: tuple[int, ...]) -> dict[str, Claim]:
 
 NOISY = _samplers((4, 8, 16))
 READ = ["reward.preference.rounding=false"]  # the preference beside the verifier
+GATE = [
+    "reward.preference.weight=0",
+    "algorithm.kl_gate.main=proxy",
+    "algorithm.kl_gate.auxiliary=[preference]",
+]
+HACKED = {  # what keeps the held-out score where the trained one can be hacked
+    "hacked_plain": Claim("nft", HACKABLE, 1 / 2),
+    "hacked_kl": Claim("nft", [*HACKABLE, "algorithm.kl_weight=0.1"], 1 / 2),
+    "hacked_gate": Claim("nft", [*HACKABLE, *GATE, "algorithm.kl_weight=0.1"], 1 / 2),
+    "hacked_anchor": Claim("nft", [*HACKABLE, *ANCHORED, "anchor.data.weight=0.01"], 1 / 2),
+    "hacked_anchor_more": Claim("nft", [*HACKABLE, *ANCHORED, "anchor.data.weight=0.1"], 1 / 2),
+}
 KL = "algorithm.kl_weight="
 KLS = ("0", "1e-4", "1e-3", "1e-2", "1", "10")
 BEYOND = {  # against nft's own runs: what is trained, and on which prompts
@@ -259,8 +279,9 @@ CLAIMS = {
     "proxy_wins": Claim("mix_grpo_flash", [*PROXY, "algorithm.outcome=win_rate"], 2),
     **NOISY,
     **BEYOND,
+    **HACKED,
 }
-SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *NOISY, *BEYOND)  # with three seeds
+SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *NOISY, *BEYOND, *HACKED)  # with three seeds
 
 
 class Search(NamedTuple):
