@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -42,12 +43,17 @@ from flowrl.samplers import keys
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 
+# policy -> shape of its media, because finding it takes a decoding
+SHAPES: WeakKeyDictionary[Policy, tuple[int, ...]] = WeakKeyDictionary()
+
+
 def media_shape(policy: Policy) -> tuple[int, ...]:
     """Shape of one sample that the policy decodes: (3, H, W), (F, 3, H, W) of a video, or (*D)."""
-    with torch.no_grad():
-        return tuple(
-            policy.decode(torch.zeros(1, *policy.latent_shape, device=policy.device)).shape[1:]
-        )
+    if policy not in SHAPES:
+        with torch.no_grad():
+            empty = torch.zeros(1, *policy.latent_shape, device=policy.device)
+            SHAPES[policy] = tuple(policy.decode(empty).shape[1:])
+    return SHAPES[policy]
 
 
 def check(policy: Policy, paths: Sequence[Path | PictureCell], crop: Crop = "none") -> None:

@@ -125,6 +125,15 @@ def test_chunks_change_no_leaf(policy, made, plans):
     assert torch.allclose(whole, ones, atol=1e-5)
 
 
+def test_the_shape_of_media_is_decoded_once_for_a_policy(policy, monkeypatch):
+    decoded = []
+    real = type(policy).decode
+    monkeypatch.setattr(type(policy), "decode", lambda *a: decoded.append(a) or real(*a))
+    from_files.SHAPES.pop(policy, None)
+    assert from_files.media_shape(policy) == from_files.media_shape(policy) == (3, 64, 64)
+    assert len(decoded) == 1
+
+
 def test_nft_trains_on_an_offline_rollout(policy, made, plans):
     """Its rows, scores and loss need nothing else; the gradient reaches the adapters, and a group's
     advantages sum to 0."""
