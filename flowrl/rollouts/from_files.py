@@ -42,7 +42,6 @@ from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
-
 # policy -> shape of its media, because finding it takes a decoding
 SHAPES: WeakKeyDictionary[Policy, tuple[int, ...]] = WeakKeyDictionary()
 
