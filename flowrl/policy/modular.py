@@ -17,6 +17,8 @@ from typing import Any, cast
 
 import torch
 
+from flowrl.runtime.store import files
+
 INDEX = "modular_model_index.json"
 # outputs of blocks that are media, in the order in which they are looked for
 MEDIA = ("images", "videos", "image", "video")
@@ -167,4 +169,4 @@ def _save(pipe: Any, kind: type, folder: Path, how: Mapping[str, Any]) -> None:
         spec = entry[2] if isinstance(entry, list) and len(entry) == 3 else {}
         if spec.get("pretrained_model_name_or_path") == str(folder):
             spec["pretrained_model_name_or_path"] = "."
-    place.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    files.write(place, json.dumps(index, indent=2) + "\n")

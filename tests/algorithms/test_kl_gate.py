@@ -218,7 +218,9 @@ def test_a_run_logs_the_share_that_is_held(tmp_path, more):
     trainer = small.trainer(tmp_path / "run", "flow_grpo", **(ON | more))
     trained = []
     update = trainer.learner.update
-    trainer.learner.update = lambda batch, rows: trained.append(rows) or update(batch, rows)
+    trainer.learner.update = lambda batch, rows, *more: (
+        trained.append(rows) or update(batch, rows, *more)
+    )
     it = trainer.iterate(0)
     expected = suspects(
         it.rewards, main="jpeg", auxiliary=("saturation",), share=0.5, sign="hacked"

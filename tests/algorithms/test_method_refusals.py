@@ -171,9 +171,13 @@ def test_a_tree_of_one_leaf_is_not_compared_with_itself(options):
 )
 def test_a_distilled_model_is_warned_of_in_forward_methods(algorithm, source, scheduler, warned):
     policy = SimpleNamespace(pipe=SimpleNamespace(scheduler=type(scheduler, (), {})()))
-    facts = Facts({"model": {"source": source}}, algorithm.Config)
-    facts.learn(method=algorithm(algorithm.Config()), policy=policy, dataset=None)
-    assert ("few-step distilled model" in str(facts.warnings())) == warned
-    assert ("or a method on denoising steps" in str(facts.warnings())) == warned
-    facts.learn(dataset=SimpleNamespace(kind="media", singles=0))  # files have no steps
-    assert ("use its base model']" in str(facts.warnings())) == warned
+
+    def said(dataset):
+        facts = Facts({"model": {"source": source}}, algorithm.Config)
+        facts.learn(method=algorithm(algorithm.Config()), policy=policy, dataset=dataset)
+        return str(facts.warnings())
+
+    assert ("few-step distilled model" in said(None)) == warned
+    assert ("or a method on denoising steps" in said(None)) == warned
+    files = SimpleNamespace(kind="media", singles=0)  # they have no steps
+    assert ("use its base model']" in said(files)) == warned

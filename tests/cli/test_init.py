@@ -32,9 +32,9 @@ CASES = {  # options -> settings of the config that is written
     },
 }
 MISTAKES = {
-    "--model sdxll": 'unknown model "sdxll"; did you mean "sdxl"?',
+    "--model sdxll": 'unknown model "sdxll"; did you mean "sdxl"',
     "--reward pickscor": 'unknown reward "pickscor"; did you mean "pickscore"',
-    "--model SDXL": 'unknown model "SDXL"; did you mean "sdxl"?',
+    "--model SDXL": 'unknown model "SDXL"; did you mean "sdxl"',
     "--model pony.safetensors": "from_single_file(",
     "--model ./weights/sdxl": 'model "./weights/sdxl" does not exist; there is no folder we',
     "--prompts ours.txt": "prompt file ours.txt does not exist",

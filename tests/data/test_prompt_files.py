@@ -95,7 +95,7 @@ def test_without_prompts_nothing_is_expected_of_rewards():
     """Offline data without held-out prompts: there is no text whose tokens could be counted."""
     told = []
     reward = SimpleNamespace(reads=frozenset(), complaint=lambda prompt: None, expect=told.append)
-    rewards = SimpleNamespace(rewards={"r": reward})
+    rewards = SimpleNamespace(rewards={"r": reward}, domains={})
     score.check_meta(rewards, {"data.train": [], "data.eval": []})
     assert told == []
     score.check_meta(rewards, {"data.train": PROMPTS[:2], "data.eval": []})

@@ -281,6 +281,9 @@ def test_a_video_that_is_too_short_names_the_counts_that_its_vae_takes(tmp_path)
         def decode(self, x):
             return torch.zeros(len(x), 13, 3, 8, 8)
 
+        def encode_media(self, media):
+            return torch.zeros(len(media), *self.latent_shape)
+
     for crop in ("none", "center"):
         with pytest.raises(
             ValueError,

@@ -71,6 +71,7 @@ def test_a_wrong_decoder_is_found_also_where_rounding_counts(make, off):
 
 def test_each_case_that_passes_has_two_sets_of_other_arguments():
     passing = {name for name, case in cases().items() if not case.refused}
+    passing = {name for name in passing if not name.startswith("modular_")}  # tried as they are
     assert {name.partition("/")[0] for name in second.second()} == passing
     assert set(second.FIXED) <= passing
     for name in ("wan21", "ltx_i2v", "wan_vace", "cosmos25"):

@@ -66,6 +66,8 @@ def test_commands_exist_take_their_options_compose_and_fit_their_plans(
 ):
     (tmp_path / "path/to/model").mkdir(parents=True)
     (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for teacher in re.findall(r"\.adapter=(\S+)", " ".join(words)):
+        (tmp_path / teacher).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REWARD_SERVER", "http://127.0.0.1:8000")
     check_run(where, words, processes)

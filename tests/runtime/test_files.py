@@ -179,6 +179,7 @@ ALLOWED = {
     "flowrl/data/media.py: av.open": "a temporary name that files.replacing gave",
     "flowrl/runtime/streams.py: os.open": "/dev/null stands for a closed stream",
     "flowrl/policy/weights/merged.py: type(module).save_pretrained": "users call save_pretrained",
+    "flowrl/policy/modular.py: own.save_pretrained": "users call save_pretrained",
     "flowrl/export/weights.py: pipe.save_pretrained": "into a folder that is renamed when whole",
     "rewards/judge/client.py: file.open": "a test whether a log can be written, nothing is",
     "rewards/networks/bradley_terry.py": "a script converts published weights once, into no run",

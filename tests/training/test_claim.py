@@ -195,10 +195,11 @@ def test_a_network_of_a_reward_is_known_by_its_weights(monkeypatch):
     reward = FunctionReward(lambda *_: None, "own")
     reward.net = nn.Linear(300, 2).requires_grad_(False)
     rewards, cfg = SimpleNamespace(rewards={"own": reward}, features=None), small.config("x")
-    old = identity.of_parts(cfg, rewards, None)
-    assert not identity.differences(old, identity.of_parts(cfg, rewards, None), Path("x"))
+    policy = SimpleNamespace(teachers=None)
+    old = identity.of_parts(cfg, rewards, policy)
+    assert not identity.differences(old, identity.of_parts(cfg, rewards, policy), Path("x"))
     reward.net.weight += 1e-6
-    now = identity.of_parts(cfg, rewards, None)
+    now = identity.of_parts(cfg, rewards, policy)
     assert [what[:22] for what in identity.differences(old, now, Path("x"))] == [
         "weights of reward.own "
     ]

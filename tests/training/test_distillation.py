@@ -75,9 +75,9 @@ def test_a_run_on_noisy_steps_with_a_whole_teacher_learns(words, tmp_path):
     changes = {key: None for key in words if key.startswith("algorithm__teachers")}
     changes |= {f"{own}model": "shapes-sd3", f"{own}guidance": "none", "sampler__eta": "0.7"}
     start = words["algorithm__teachers__counting__adapter"] + "/lora"
-    changes |= {"train__init_lora": start, "train__lora__rank": "3", "optimizer__lr": "0.01"}
-    made = trainer(tmp_path / "run", words, **changes, iterations="6")
+    changes |= {"train__init_lora": start, "train__lora__rank": "3", "optimizer__lr": "0.003"}
+    made = trainer(tmp_path / "run", words, **changes, iterations="12")
     distance = [it.metrics["policy/teacher_distance"] for it in made]
     assert made.parts.setup.plan.trained.tolist() == [True] * 3 + [False]
-    assert distance[-1] < 0.9 * distance[0]
+    assert sum(distance[-3:]) < 0.9 * sum(distance[:3])
     assert "weights of algorithm.teachers.base" in made.parts.identity["networks"]

@@ -139,7 +139,7 @@ def test_a_damaged_evaluation_is_refused_before_anything_is_trained(tmp_path):
 def test_updates_are_optimizer_steps_on_disjoint_prompts(tmp_path):
     made = quiet(tmp_path, iterations="1", batch__prompts="4", batch__updates="2", seed="1")
     gradient, seen = made.learner.gradient, []
-    made.learner.gradient = lambda rollout, parts: (
+    made.learner.gradient = lambda parts: (
         seen.append(set(parts[0].rows.prompt.tolist())) or gradient(rollout, parts)
     )
     (it,) = list(made)
@@ -276,7 +276,7 @@ def test_a_nonfinite_gradient_is_skipped_written_out_and_at_last_fatal(tmp_path)
         [False, True, True, False, True, True, True],
     )
 
-    def poison(rollout, parts):
+    def poison(parts):
         metrics, norm = gradient(rollout, parts)
         return metrics, math.nan if poisoned.pop(0) else norm
 
