@@ -140,7 +140,7 @@ def test_updates_are_optimizer_steps_on_disjoint_prompts(tmp_path):
     made = quiet(tmp_path, iterations="1", batch__prompts="4", batch__updates="2", seed="1")
     gradient, seen = made.learner.gradient, []
     made.learner.gradient = lambda parts: (
-        seen.append(set(parts[0].rows.prompt.tolist())) or gradient(rollout, parts)
+        seen.append(set(parts[0].rows.prompt.tolist())) or gradient(parts)
     )
     (it,) = list(made)
     assert seen == [{0, 1}, {2, 3}] and it.metrics["optimizer/step"] == 2
@@ -277,7 +277,7 @@ def test_a_nonfinite_gradient_is_skipped_written_out_and_at_last_fatal(tmp_path)
     )
 
     def poison(parts):
-        metrics, norm = gradient(rollout, parts)
+        metrics, norm = gradient(parts)
         return metrics, math.nan if poisoned.pop(0) else norm
 
     made.learner.gradient = poison
