@@ -62,7 +62,7 @@ class Teachers:
         for k, teacher in enumerate(self.table.values()):
             if not len(at := (number == k).nonzero().flatten()):
                 continue
-            books = {"autocast": student.autocast, "phase": student.phase}
+            books: dict[str, Any] = {"autocast": student.autocast, "phase": student.phase}
             asked, own = CountedPolicy(teacher.policy, student.ledger, **books), cond
             with asked.view(teacher.view):
                 if teacher.policy is not student.policy:

@@ -303,7 +303,7 @@ class Rehearsal(Trainer):
         # enough prompts that several iterations differ, with tags for samplers that balance them
         numbers = range(4 * cfg.batch.prompts)
         prompts = [{"prompt": f"prompt {k}", "tag": str(k % 4)} for k in numbers]
-        media = Dataset(prompts=prompts, items=[[] for _ in prompts], weights={}, kind="media")
+        own = Dataset(prompts=prompts, items=[[] for _ in prompts], weights={}, kind="media")
         rewards = load_set(
             {
                 label: {"reward": scores(label), "weight": entry["weight"]}
@@ -327,9 +327,7 @@ class Rehearsal(Trainer):
             autocast=nullcontext,
             rewards=rewards,
             buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed) if cfg.replay.size else None,
-            draw_media=partial(draw_media, media, encode=made_up)
-            if cfg.anchor.data.weight
-            else None,
+            draw_media=partial(draw_media, own, encode=made_up) if cfg.anchor.data.weight else None,
         )
         self.parts = RunParts(
             setup=setup,
