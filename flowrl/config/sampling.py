@@ -15,6 +15,11 @@ from flowrl.runtime.rule import read_above, read_when, read_with
 Crop = Literal["none", "center"]
 
 
+def _whole(folder: str | None) -> str | None:
+    """The absolute path of a folder, so that a run resumes from any other one."""
+    return None if folder is None else str(Path(folder).absolute())
+
+
 class ModelConfig(Section):
     source: Place = Field(
         "shapes-sd3",
@@ -92,10 +97,7 @@ class ModelConfig(Section):
 
     _places = pydantic.field_validator("source", "hints")(registry.absolute)
 
-    @pydantic.field_validator("prompt_cache")
-    @classmethod
-    def check_prompt_cache(cls, value: str | None) -> str | None:
-        return None if value is None else str(Path(value).absolute())
+    _folders = pydantic.field_validator("prompt_cache")(_whole)
 
 
 HELPING = read_above("data.sampler.help.after", 0)
@@ -195,6 +197,15 @@ class DataConfig(Section):
             " and cropped to their middle (center)."
         ),
     )
+    latent_cache: Annotated[
+        Place | None, read_with("data.offline") | read_above("anchor.data.weight", 0)
+    ] = Field(
+        None,
+        description=(
+            "Folder that keeps the latents of media, for later epochs and runs and for other"
+            " processes; none: the VAE encodes a file whenever it is drawn."
+        ),
+    )
     labels: Annotated[Literal["hard", "soft"], read_with("data.offline")] = Field(
         "hard",
         description=(
@@ -232,6 +243,7 @@ class DataConfig(Section):
     sampler: ChoiceConfig = Field(ChoiceConfig(), description="Which prompts an iteration sees.")
 
     _places = pydantic.field_validator("train", "eval")(registry.absolute)
+    _folders = pydantic.field_validator("latent_cache")(_whole)
 
     @property
     def sources(self) -> list[str]:

@@ -34,6 +34,11 @@ class PictureCell:
         """Read the header of the picture; errors as `picture`."""
         return media.header(*self._source(self.cell()))
 
+    def content(self) -> bytes:
+        """Return the bytes of the picture's file."""
+        path, content = self._source(self.cell())
+        return content or path.read_bytes()
+
     def tobytes(self) -> bytes:
         """Bytes that stand for the picture in the identity of a run."""
         return f"{self.version} {self.where} {self.column}".encode()

@@ -31,8 +31,8 @@ def encoded(dataset: Dataset, source: Source, ids: Tensor, plan: Plan) -> Rollou
             items,
             plan,
             weights={},
-            decode=source.cfg.batch.decode,
             crop=source.cfg.data.crop,
+            cache=source.latents,
         )[0]
 
 

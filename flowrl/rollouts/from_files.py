@@ -13,7 +13,7 @@ members are scored as the VAE decodes them; its leaf is what the VAE encodes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -38,6 +38,7 @@ from flowrl.data.stored import PictureCell
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
 from flowrl.rollouts.join import of_leaves
+from flowrl.rollouts.latent_cache import LatentCache
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
@@ -128,20 +129,36 @@ def read_fitting(
 
 
 @torch.no_grad()
-def _encoded(
-    policy: Policy, paths: Sequence[Path | PictureCell], decode: int, crop: Crop = "none"
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows of paths, media (n, *D), x0 (n, *L) fp32) in chunks of n <= decode, encoded
-    outside autocast, as media are decoded."""
+def encoded(policy: Policy, media: Tensor) -> Tensor:
+    """Encode media (n, *D) -> x0 (n, *L) fp32, outside autocast, as media are decoded. Each is
+    encoded alone, because a row's last bits depend on how many rows are computed with it."""
+    with torch.autocast(policy.device.type, enabled=False):
+        x0 = torch.cat([policy.encode_media(one[None]).float() for one in media])
+    assert x0.shape[1:] == policy.latent_shape, f"encode_media gave {tuple(x0.shape)}"
+    return x0
+
+
+def latents(
+    policy: Policy,
+    paths: Sequence[Path | PictureCell],
+    crop: Crop = "none",
+    cache: LatentCache | None = None,
+) -> Tensor:
+    """Encode files -> x0 (n, *L) fp32, or read from the cache what was encoded before."""
     shape, stride = media_shape(policy), stride_of(policy)
-    for start in range(0, len(paths), decode):
-        rows = slice(start, min(start + decode, len(paths)))
-        pictures = {path: read_fitting(path, shape, crop, stride) for path in paths[rows]}
-        media = torch.stack([pictures[path] for path in paths[rows]]).to(policy.device)
-        with torch.autocast(policy.device.type, enabled=False):
-            x0 = policy.encode_media(media).float()
-        assert x0.shape[1:] == policy.latent_shape, f"encode_media gave {tuple(x0.shape)}"
-        yield rows, media, x0
+
+    def latent(path: Path | PictureCell) -> Tensor:
+        name = cache.name(path) if cache else ""
+        found: Tensor | None = cache.get(name) if cache else None
+        if found is None:
+            media = read_fitting(path, shape, crop, stride).to(policy.device)
+            found = encoded(policy, media[None])[0]
+            if cache:
+                cache.put(name, found)
+        return found.to(policy.device)
+
+    known = {path: latent(path) for path in dict.fromkeys(paths)}
+    return torch.stack([known[path] for path in paths])
 
 
 @torch.no_grad()
@@ -152,8 +169,8 @@ def rollout(
     plan: Plan,
     *,
     weights: dict[str, float],
-    decode: int = 32,
     crop: Crop = "none",
+    cache: LatentCache | None = None,
     dropout: bool = False,
 ) -> tuple[Rollout, Rewards]:
     """Make a rollout of files, and their rewards as the folder states them.
@@ -167,7 +184,7 @@ def rollout(
     # Files of all prompts in one list, each with the place of its prompt.
     flat = [(row, item) for row, group in enumerate(items) for item in group]
     paths = [item.path for _, item in flat]
-    x0 = torch.cat([x0 for _, _, x0 in _encoded(policy, paths, decode, crop)])
+    x0 = latents(policy, paths, crop, cache)
     device = x0.device
     group = torch.tensor([row for row, _ in flat], device=device)
     names = [keys.key("offline", item.file, batch.text[row]) for row, item in flat]
@@ -228,11 +245,15 @@ def add_references(
             " scored alone; drop one"
         )
     parts, states = [rewards], [rollout.states]
-    for rows, media, x0 in _encoded(policy, [path for _, path in found], decode):
-        members = [row for row, _ in found[rows]]
+    shape = media_shape(policy)
+    for start in range(0, len(found), decode):
+        chunk = found[start : start + decode]
+        members = [row for row, _ in chunk]
+        media = torch.stack([read_fitting(path, shape, "none") for _, path in chunk])
+        media = media.to(policy.device)
         context = conditions.context_of([batch.meta[row] for row in members], media)
         parts.append(score(media, [batch.text[row] for row in members], reward_set, context))
-        states.append(x0.to(rollout.states.device))
+        states.append(encoded(policy, media).to(rollout.states.device))
     like = rollout.group
     group = torch.tensor([row for row, _ in found]).to(like)
     number = torch.arange(len(found)).to(like)
@@ -269,8 +290,8 @@ def read(source: Source, iteration: int, plan: Plan, ids: Tensor) -> Drawn:
             items,
             plan,
             weights=dataset.weights,
-            decode=cfg.batch.decode,
             crop=cfg.data.crop,
+            cache=source.latents,
             dropout=bool(cfg.algorithm.get("prompt_dropout")),
         )
     rewards = with_domains(rewards) if dataset.mixed else rewards

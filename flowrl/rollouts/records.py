@@ -16,6 +16,7 @@ from flowrl.policy import Cond, Policy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts.choose import Chooser
 from flowrl.rollouts.gradient_scorer import GradientScorer
+from flowrl.rollouts.latent_cache import LatentCache
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.processes.world import World
@@ -46,6 +47,7 @@ class Source:
     # (source, iteration, number for each prompt, plan) -> media to train beside samples, see
     # data_stream.py; None: there are none
     draw_media: Callable[[Source, int, int, Plan], Rollout] | None = None
+    latents: LatentCache | None = None  # encoded media on disk; None: they are not kept
     # rewards with mode=grad that count in an iteration; None: there are none
     climbed: RewardSet | None = None
 

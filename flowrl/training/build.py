@@ -30,6 +30,7 @@ from flowrl.rollouts import from_files
 from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.data_stream import draw_media
 from flowrl.rollouts.detectors import Detectors
+from flowrl.rollouts.latent_cache import LatentCache
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.install import check_trackers
@@ -105,8 +106,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     # check that the method fits its plan, its guidance, its rewards and its media
     setup = set_up(cfg, algorithm, policy)
     facts.learn(plan=setup.plan, policy=policy)
-    media = [*facts["files"], *anchored.paths]
-    from_files.check(policy, media, cfg.data.crop)
+    from_files.check(policy, media := [*facts["files"], *anchored.paths], cfg.data.crop)
     warn(cfg, policy, facts.warnings(), shown)
     # in full mode this makes weights fp32; references kept here would keep split weights whole
     policy.trainable.named()
@@ -129,6 +129,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed) if cfg.replay.size else None,
         helped_plan=helped_plan(setup, policy),
         draw_media=partial(draw_media, anchored) if anchored.items else None,
+        latents=latent_cache(cfg, policy),
     )
     return RunParts(
         setup=setup,
@@ -141,6 +142,12 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         identity=known,
         lock=lock,
     )
+
+
+def latent_cache(cfg: Config, policy: Policy) -> LatentCache | None:
+    """Open the folder that keeps latents, where media are read and it is named."""
+    read = cfg.data.latent_cache and (cfg.data.offline or cfg.anchor.data.weight)
+    return LatentCache(cfg.data.latent_cache, policy, cfg.data.crop) if read else None
 
 
 def give_teachers(cfg: Config, algorithm: Algorithm, policy: Policy) -> None:

@@ -56,6 +56,7 @@ RESUMABLE = (
     "model.encoders",
     "model.prompt_cache",
     "model.offload",
+    "data.latent_cache",
     "batch.states",
 )  # settings with these prefixes may differ at a resume, because they change no number
 

@@ -51,6 +51,7 @@ def load_prefix(value):
         ("data.eval", ""),
         ("data.offline", ""),
         ("model.prompt_cache", ""),
+        ("data.latent_cache", ""),
         ("watch.held_out", " "),
     ],
 )

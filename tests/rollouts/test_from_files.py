@@ -71,9 +71,7 @@ def test_samples_saved_scored_and_loaded_are_the_samples(policy, made, plans):
     batch = batch_of(dataset)
     items = scored_dataset.gather(dataset, batch, 4, seed=0, iteration=0)
     assert [len(group) for group in items] == [4, 3]
-    rollout, rewards = from_files.rollout(
-        policy, batch, items, plans, weights=dataset.weights, decode=3
-    )
+    rollout, rewards = from_files.rollout(policy, batch, items, plans, weights=dataset.weights)
     files = [item.file for group in items for item in group]
     assert (
         sorted(files) == sorted(x0)
@@ -112,17 +110,6 @@ def test_samples_saved_scored_and_loaded_are_the_samples(policy, made, plans):
         direct.raw["jpeg"], rewards.raw["jpeg"]
     )  # a PNG holds the bytes that rewards see
     assert torch.allclose(direct.total, rewards.total, atol=0.05)
-
-
-def test_chunks_change_no_leaf(policy, made, plans):
-    dataset = scored_dataset.load(made[0])
-    batch = batch_of(dataset)
-    items = scored_dataset.gather(dataset, batch, 4, seed=0, iteration=0)
-    whole, ones = (
-        from_files.rollout(policy, batch, items, plans, weights=WEIGHTS, decode=d)[0].leaves
-        for d in (32, 1)
-    )
-    assert torch.allclose(whole, ones, atol=1e-5)
 
 
 def test_the_shape_of_media_is_decoded_once_for_a_policy(policy, monkeypatch):

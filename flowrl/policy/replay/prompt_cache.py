@@ -47,8 +47,11 @@ class PromptCache:
     """The answers in a folder, at most `most_gb` (2**30 bytes each): above that, the least recently
     used ones are removed. Processes may share it."""
 
+    setting = "model.prompt_cache"  # setting that names the folder
+    kept = "prompt"  # what an answer is about
+
     def __init__(self, folder: str | Path, most_gb: float = 20.0) -> None:
-        self.folder, self.most = located(folder).absolute(), int(most_gb * 2**30)
+        self.folder, self.most = located(folder).absolute(), most_gb * 2**30
         self.written, self.full = self.most, False  # bytes written since the folder was last tidied
         # id of a network -> (the network, its hash)
         self.known: dict[int, tuple[nn.Module, str]] = {}
@@ -56,7 +59,7 @@ class PromptCache:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"model.prompt_cache={folder} cannot be made a folder ({error.strerror}); give"
+                f"{self.setting}={folder} cannot be made a folder ({error.strerror}); give"
                 " another path, or leave it out"
             ) from error
         files.clean(self.folder)
@@ -76,7 +79,7 @@ class PromptCache:
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError, ValueError) as error:
-            logger.warning(f"{path} is damaged ({error}); its prompt is encoded again")
+            logger.warning(f"{path} is damaged ({error}); its {self.kept} is encoded again")
             return None
         with suppress(OSError):
             os.utime(path)  # mark the file as used now
@@ -90,7 +93,7 @@ class PromptCache:
             files.write(self._path(key), content)
         except files.WriteError as error:
             self.full = True
-            logger.warning(f"model.prompt_cache: {error}; the run goes on and stores no more")
+            logger.warning(f"{self.setting}: {error}; the run goes on and stores no more")
             return
         self.written += len(content)
         if self.written > self.most * (1 - KEPT):
