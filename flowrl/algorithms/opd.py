@@ -26,7 +26,7 @@ from flowrl.algorithms.common.forward import distance
 from flowrl.algorithms.common.step_weight import pulls, spreads
 from flowrl.algorithms.common.transition_config import known_sde
 from flowrl.runtime import registry
-from flowrl.runtime.paths import nearby
+from flowrl.runtime.paths import expanded, nearby
 from flowrl.runtime.rule import Rule, read_above, read_when
 from flowrl.runtime.text import printable
 from flowrl.samplers import plan as plans
@@ -46,11 +46,11 @@ REFUSED = {  # setting -> (value that does not matter, why another does not go w
 
 
 class TeacherOptions(base.Options):
-    adapter: str | None = Field(
+    adapter: Annotated[str, AfterValidator(expanded)] | None = Field(
         None, description="A LoRA of any rank: a run's folder, or a LoRA's folder or file."
     )
-    model: str | None = Field(
-        None, description="A whole model in place of a LoRA, named as model.source is."
+    model: Annotated[str, AfterValidator(expanded), AfterValidator(registry.absolute)] | None = (
+        Field(None, description="A whole model in place of a LoRA, named as model.source is.")
     )
     guidance: float | Literal["pipeline", "none"] = Field(
         description="The teacher's guidance: that with which it was trained."
@@ -74,8 +74,6 @@ def wrong_teachers(teachers: Mapping[str, Any], output: str | None, mode: str) -
             return (
                 f"{what} has {'no' if path is None else 'an'} adapter and model; give one of both"
             )
-        if path and not Path(path).exists():
-            return f"{what}.adapter={path} does not exist{nearby(path)}"
         if path and output and Path(path).resolve().is_relative_to(Path(output).resolve()):
             return f"{what}.adapter={path} is what this run trains; name another run"
         if path and mode == "full":
@@ -87,6 +85,16 @@ def wrong_teachers(teachers: Mapping[str, Any], output: str | None, mode: str) -
         for domain in own["domains"] or ():
             if (other := owners.setdefault(domain, name)) != name:
                 return f'the domain "{domain}" has two teachers, {other} and {name}; leave one'
+    return ""
+
+
+def missing(teachers: Mapping[str, Any], processes: int) -> str:
+    """Say which adapter is not there; "": all are. processes: of the start that loads them; a
+    student that is only sampled needs no teachers, which may be gone."""
+    for name, own in teachers.items():
+        if (path := own["adapter"]) and not Path(path).exists():
+            what = f"algorithm.teachers.{name}.adapter={path} does not exist{nearby(path)}"
+            return f"{what}; give the folder of a run, or of a LoRA"
     return ""
 
 
@@ -146,6 +154,7 @@ class OPDConfig(base.Anchor):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(("algorithm.teachers", "output", "train.mode"), wrong_teachers),
+        Rule(("algorithm.teachers", "processes"), missing),
         Rule(("algorithm.teachers", "algorithm.route", "prompts"), unrouted),
         base.WATCHED,
         *(

@@ -248,6 +248,7 @@ TWO = f"{OWN} {A}domains=[x] algorithm.teachers.b.guidance=2 algorithm.teachers.
         (f"{OWN} draw.mode=refill", "draw.mode=refill does not go with teachers"),
         (f"{OWN} diversity.features=shapes diversity.novelty=1", "features=shapes does not go"),
         (f"{OWN} train.shard=[denoiser]", "shard=.denoiser. does not go with teachers, and teach"),
+        (f"{OWN} stop.reward=1", "stop.reward=1.0 is a mean of rewards that count, and here none"),
         (f"{OWN} replay.size=2", "the states of denoising steps, which are not kept"),
     ],
 )

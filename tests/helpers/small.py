@@ -97,6 +97,20 @@ def trainer(output, algorithm="nft", **changes):
     return Trainer(config(output, algorithm, **changes))
 
 
+def taught(place, tasks=("counting", "position")):
+    """Words of a run with a teacher for each task: LoRA of drawn weights, in folders of `place`."""
+    cfg, given = config(place / "run", train__lora__rank="3"), {"reward__jpeg__weight": "0"}
+    for seed, task in enumerate(tasks):
+        policy, g = build.make_policy(cfg), torch.Generator().manual_seed(seed)
+        for weight in policy.parts["denoiser"].values():
+            weight.data = 0.1 * torch.randn(weight.shape, generator=g)
+        policy.save_lora(place / task / "lora")
+        own = f"algorithm__teachers__{task}__"
+        given |= {f"{own}adapter": str(place / task), f"{own}domains": f"[{task}]"}
+        given |= {f"{own}guidance": "none" if seed else "2"}
+    return given
+
+
 POLICIES = {}
 
 

@@ -1,14 +1,13 @@
 """Runs of algorithm=opd: they resume bit for bit, know their teachers, and learn."""
 
 import json
+import shutil
 
 import pytest
 import small
-import torch
 import yaml
 
-from flowrl.config.build import make_policy
-from flowrl.config.load import load_config
+from flowrl.config.build import trained
 from flowrl.training.loop import Trainer
 
 TASKS = ("counting", "position")
@@ -24,20 +23,12 @@ def known():
 @pytest.fixture(scope="module")
 def words(tmp_path_factory):
     """Words of a run with two teachers of drawn LoRA, and prompts of two tasks."""
-    place, given = tmp_path_factory.mktemp("teachers"), {}
-    cfg = load_config(None, small.words(place / "run", train__lora__rank="3"))
-    for seed, task in enumerate(TASKS):
-        policy, g = make_policy(cfg), torch.Generator().manual_seed(seed)
-        for weight in policy.parts["denoiser"].values():
-            weight.data = 0.1 * torch.randn(weight.shape, generator=g)
-        policy.save_lora(place / task / "lora")
-        own = f"algorithm__teachers__{task}__"
-        given |= {f"{own}adapter": str(place / task), f"{own}domains": f"[{task}]"}
-        given |= {f"{own}guidance": "none" if seed else "2"}
+    place = tmp_path_factory.mktemp("teachers")
+    given = small.taught(place, TASKS)
     rows = [{"prompt": f"{n} circles", "task": TASKS[n % 2]} for n in range(1, 9)]
     data = place / "prompts.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given |= {"data__train": str(data), "data__eval": "null", "reward__jpeg__weight": "0"}
+    given |= {"data__train": str(data), "data__eval": "null"}
     usual = {"batch__group": "1", "batch__prompts": "4", "optimizer__eps": "1e-3"}
     return {**given, **usual, "algorithm__route": "task", "iterations": "3"}
 
@@ -51,6 +42,7 @@ def test_a_run_resumes_bit_for_bit_and_knows_its_teachers(words, tmp_path):
     logged = [it.metrics for it in made]
     made.save()
     assert all(m["policy/rows"] == 12 and m["policy/grad_norm"] > 0 for m in logged)
+    assert not any("reward/total" in m for m in logged)  # no reward counts
     assert all(m["policy/teacher_distance"] > 0 and m["nfe/reference"] > 12 for m in logged)
     assert not any("teacher" in name for name in small.weights(tmp_path / "whole"))
     cut = trainer(tmp_path / "cut", words)
@@ -81,3 +73,18 @@ def test_a_run_on_noisy_steps_with_a_whole_teacher_learns(words, tmp_path):
     assert made.parts.setup.plan.trained.tolist() == [True] * 3 + [False]
     assert sum(distance[-3:]) < 0.9 * sum(distance[:3])
     assert "weights of algorithm.teachers.base" in made.parts.identity["networks"]
+
+
+def test_a_student_is_sampled_without_its_teachers_and_trained_with_them_alone(words, tmp_path):
+    own = "algorithm__teachers__counting__adapter"
+    moved = shutil.copytree(words[own], tmp_path / "teacher")
+    made = trainer(tmp_path / "run", {**words, own: str(moved)})
+    next(iter(made))
+    made.save()
+    made.finish()
+    shutil.rmtree(moved)
+    assert trained(tmp_path / "run", {}).state().keys() == made.policy.state().keys()
+    with pytest.raises(ValueError, match="teacher"):
+        Trainer(resume=tmp_path / "run")
+    with pytest.raises(ValueError, match="counting.adapter=.*teacher does not exist.*; give the"):
+        trainer(tmp_path / "new", {**words, own: str(moved)})
