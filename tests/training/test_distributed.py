@@ -20,6 +20,7 @@ from flowrl.runtime import signals
 from flowrl.runtime.store import checkpoint
 from flowrl.training import build, loop
 
+TASKS = ("counting", "position")
 RUN = {
     "iterations": "2",
     "batch__group": "3",
@@ -51,6 +52,11 @@ RUNS = {
         "replay__size": "1",
     },
 }
+# files in place of samples, or frozen teachers; no reward counts
+RUNS |= {
+    name: {**RUN, "data__eval": "null", "reward__jpeg__weight": "0", "batch__group": group}
+    for name, group in {"opd": "2", "sft": "1", "dpo": "2"}.items()
+}
 MIXED = {
     **RUN,
     "reward": "preference",
@@ -69,19 +75,61 @@ MIXED = {
     "guard__check_rewards": "false",
 }
 SIGNALLED = {**RUNS["flow_grpo"], "iterations": "5", "checkpoint__every": "50"}
-small.ALGORITHMS.setdefault("dgpo", {})
-small.ALGORITHMS.setdefault("dense_grpo", {})
+for method in ("dgpo", "dense_grpo", "opd", "sft", "dpo"):
+    small.ALGORITHMS.setdefault(method, {})
 
 
-def beside(folder):
-    """Media of the user's own that dgpo trains, too: five for the four of an iteration."""
-    source = folder / "media"
-    return {"anchor__data__weight": "0.1", "anchor__data__source": source}
+def files(folder, algorithm):
+    """Words of a run that name files of the folder: media that dgpo trains, too, five for the four
+    of an iteration; those that sft trains, and pairs of them with soft labels; two teachers, of a
+    file of prompts each."""
+    media, parts = folder / "media", [f"{folder}/{name}.jsonl" for name in TASKS]
+    mixed = [f"{{path: {path}, domain: {name}}}" for path, name in zip(parts, TASKS, strict=True)]
+    return {
+        "dgpo": {"anchor__data__weight": "0.1", "anchor__data__source": media},
+        "sft": {"data__offline": media, "algorithm__prompt_dropout": "0.5"},
+        "dpo": {
+            "data__offline": folder / "pairs.jsonl",
+            "data__labels": "soft",
+            "algorithm__steps": "2",
+        },
+        "opd": {
+            "data__mixture": f"[{', '.join(mixed)}]",
+            **{f"algorithm__teachers__{k}__adapter": folder / k for k in TASKS},
+            **{f"algorithm__teachers__{k}__domains": f"[{k}]" for k in TASKS},
+            **{f"algorithm__teachers__{k}__guidance": g for k, g in zip(TASKS, "21", strict=True)},
+        },
+    }.get(algorithm, {})
+
+
+def write_files(folder):
+    """The files that `files` names."""
+    (folder / "media").mkdir()
+    for i in range(5):
+        picture = torch.full((3, 64, 64), 50 * i, dtype=torch.uint8)
+        write_png(picture, str(folder / f"media/{i}.png"))
+        (folder / f"media/{i}.txt").write_text(f"a square {i}")
+    pair = {"prompt": "a square", "chosen": "media/0.png"}
+    says = [{"label": 1}, {"label": 0.5}, {"margin": -0.7}, {"label": 0, "repeats": 2}]
+    lists = {
+        "pairs": [{**pair, "rejected": f"media/{i}.png", **own} for i, own in enumerate(says, 1)]
+    }
+    for task in TASKS:
+        lists[task] = [{"prompt": f"{task} of {i} circles"} for i in range(3)]
+    for name, rows in lists.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text)
+    small.taught(folder, TASKS)
 
 
 def smooth(media, *_):
     """A reward that never ties and, unlike a JPEG's size, moves by 1e-7 when pixels do."""
     return media.flatten(1).std(1)
+
+
+def words_of(folder, algorithm, output):
+    """The words of RUNS, with files of the folder."""
+    return small.words(output, algorithm, **RUNS[algorithm], **files(folder, algorithm))
 
 
 def lonely(folder):
@@ -115,15 +163,13 @@ def signalled(media, *_):
 
 
 def train_all(folder):
-    """In each of two processes: seven runs, the last one through the command line, and what they
+    """In each of two processes: ten runs, the last one through the command line, and what they
     print in a file."""
     signals.GRACE = 900
     runs = [
         (None, lonely(folder)),
         (None, small.words(folder / "mixed", **MIXED)),
-        (smooth, small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"])),
-        (smooth, small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"], **beside(folder))),
-        (smooth, small.words(folder / "dense_grpo", "dense_grpo", **RUNS["dense_grpo"])),
+        *((smooth, words_of(folder, name, folder / name)) for name in RUNS if name != "nft"),
         (signalled, small.words(folder / "signalled", "flow_grpo", **SIGNALLED)),
     ]
     load_rewards = build.load_set
@@ -146,11 +192,7 @@ def train_all(folder):
 def two(tmp_path_factory):
     """The runs of two CPU processes that talk by gloo -> their folder."""
     folder = tmp_path_factory.mktemp("two")
-    (folder / "media").mkdir()
-    for i in range(5):
-        picture = torch.full((3, 64, 64), 50 * i, dtype=torch.uint8)
-        write_png(picture, str(folder / f"media/{i}.png"))
-        (folder / f"media/{i}.txt").write_text(f"a square {i}")
+    write_files(folder)
     processes.on(2, lambda: train_all(folder))
     printed = (folder / "stdout.txt").read_text()
     assert "on 2 process(es)" in printed and printed.count("Run folder:") == 1
@@ -164,15 +206,15 @@ def step_by_step(run):
     ]
 
 
-@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo", "dgpo", "dense_grpo"])
+@pytest.mark.parametrize("algorithm", RUNS)
 def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(build, "load_set", lambda _: load_set({"spread": smooth}))
-    more = beside(two) if algorithm == "dgpo" else {}
-    words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm], **more)
-    one = flowrl.train(load.load_config(None, words))
+    one = flowrl.train(load.load_config(None, words_of(two, algorithm, tmp_path / "one")))
     assert_equal(one.path, two / algorithm)
     for mine, theirs in zip(*map(step_by_step, (one.path, two / algorithm)), strict=True):
-        assert theirs["reward/total"] == pytest.approx(mine["reward/total"], abs=1e-6)
+        total = mine.get("reward/total")
+        assert (total is None) == (algorithm in ("sft", "dpo"))
+        assert theirs.get("reward/total") == pytest.approx(total, abs=1e-6)
     if algorithm == "nft":
         assert small.values(two / algorithm, "after")["spread"] == pytest.approx(
             small.values(one.path, "after")["spread"], abs=1e-5
