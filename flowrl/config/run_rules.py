@@ -251,6 +251,19 @@ def _distilled(source: str, needs: frozenset[str], policy: Any, dataset: Any) ->
     )
 
 
+def _few_images(images: int, held_out: Sequence[Mapping[str, Any]], field: str) -> str:
+    """field: column of the prompts' domains."""
+    if images >= len(held_out):
+        return ""
+    left = {str(row[field]) for row in held_out[images:] if field in row}
+    left -= {str(row[field]) for row in held_out[:images] if field in row}
+    none = f", and none of the {field} {', '.join(sorted(left))}" if left else ""
+    return (
+        f"eval.images={images} samples the first {images} of the {len(held_out)} prompts of"
+        f" data.eval{none}; with eval.images={len(held_out)} each is seen"
+    )
+
+
 def _stop_domain(
     reward: float, name: str | None, rewards: Any, prompts: Sequence[Mapping[str, Any]]
 ) -> str:
@@ -368,6 +381,14 @@ RULES = (
         _stop_domain,
         when=lambda reward, *_: reward is not None,
     ),
+    Rule(
+        ("stop.reward", "rewards.weighted", "dataset"),
+        "{0} is a mean of rewards that count, and here none does: media without scores, or rewards"
+        " of weight 0; leave it out",
+        when=lambda reward, weighted, data: (
+            reward is not None and (data.kind != "scored" if data else not weighted)
+        ),
+    ),
     *(
         Rule(
             (setting, "rewards.domains"),
@@ -431,6 +452,7 @@ RULES = (
         ),
     ),
     Rule(("prompts", "held_out"), _shared, kind="warn"),
+    Rule(("eval.images", "held_out", "data.domain"), _few_images, kind="warn"),
     # rules on the policy and the plan
     Rule(("model.source", "method.needs", "policy", "dataset"), _distilled, kind="warn"),
     Rule(

@@ -256,8 +256,10 @@ def _rewards(parts: RunParts) -> str:
     named = ", ".join(f"{w:g} x {name}{how.get(name, '')}" for name, w in rewards.weights.items())
     if parts.source.dataset is None:
         return named
-    folder = parts.setup.cfg.data.offline
-    return f"{named} (of evaluations; trained on are the scores in {folder})"
+    folder, scored = parts.setup.cfg.data.offline, parts.source.dataset.kind == "scored"
+    return (
+        f"{named} (of evaluations; trained on {'are the scores in' if scored else 'is'} {folder})"
+    )
 
 
 def _sampling(parts: RunParts) -> str:

@@ -20,6 +20,9 @@ from flowrl.training.out_of_memory import explained
 from flowrl.training.records import Iteration, NothingTrained, Run
 from flowrl.training.watch.guards import Dead
 
+# metric -> its word beside the progress bar; the first that there is, is shown
+SHOWN = {"reward/total": "reward", "policy/teacher_distance": "distance", "policy/error": "error"}
+
 
 class Iterating(outputs.Running, Protocol):
     """The parts of a trainer that a run needs; a trainer trains when it is iterated."""
@@ -56,10 +59,13 @@ def iterate(trainer: Iterating) -> None:
     with StopRequest(trainer), bar:
         try:
             for it in trainer:
-                reward, norm = it.metrics["reward/total"], it.metrics["policy/grad_norm"]
-                facts: dict[str, Any] = {"reward": reward, "grad": norm}
-                if not (it.metrics["policy/rows"] or norm or trainer.learner.nonfinite):
-                    facts = {"reward": reward, "no signal:": "all groups have equal rewards"}
+                norm = it.metrics["policy/grad_norm"]
+                shown = {word: it.metrics[k] for k, word in SHOWN.items() if k in it.metrics}
+                facts: dict[str, Any] = dict([*shown.items()][:1])
+                if it.metrics["policy/rows"] or norm or trainer.learner.nonfinite:
+                    facts["grad"] = norm
+                else:
+                    facts["no signal:"] = "all groups have equal rewards"
                 bar.update(it.number, it.metrics["time/iteration"], **facts)
             if not by_signal(trainer.stopped):
                 outputs.evaluate(trainer, "after")

@@ -246,14 +246,15 @@ def _parts(
 def reward_metrics(rewards: Rewards) -> dict[str, float]:
     """reward/<name>/mean|std, reward/total, reward/invalid and reward/invalid/<kind> of an
     iteration, and reward/total/<domain> with rewards by domain; kinds are those of
-    flowrl.rewards.core.failures."""
-    out = {
-        "reward/total": rewards.total.nanmean().item(),
-        "reward/invalid": float((~rewards.valid).sum()),
-    }
+    flowrl.rewards.core.failures. Where no reward counts, as with media from files, there is no
+    total."""
+    out = {"reward/invalid": float((~rewards.valid).sum())}
+    counts = any(rewards.weights.values())
+    if counts:
+        out["reward/total"] = rewards.total.nanmean().item()
     out |= {f"reward/invalid/{kind}": float(n) for kind, n in sorted(rewards.kinds.items())}
     for name, rows in rewards.by_domain().items():
-        if (known := rewards.valid & rows).any():
+        if counts and (known := rewards.valid & rows).any():
             out[f"reward/total/{name}"] = rewards.total[known].mean().item()
     for name, value in rewards.raw.items():
         value = value[~value.isnan()].double()  # fp64, so that equal scores have a deviation of 0

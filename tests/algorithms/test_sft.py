@@ -83,6 +83,8 @@ def test_a_run_on_files_resumes_bit_for_bit(method, source, more, folder, tmp_pa
     logged = [it.metrics for it in made]
     made.save()
     assert all(m["policy/rows"] > 0 and m["policy/grad_norm"] > 0 for m in logged)
+    assert not any("reward/total" in m for m in logged)  # media have no reward
+    assert f"(of evaluations; trained on is {folder / source})" in made.describe()
     cut = trainer(tmp_path / "cut", method, folder / source, monkeypatch, **more)
     next(iter(cut))
     cut.save()
@@ -102,6 +104,7 @@ def test_a_run_on_files_resumes_bit_for_bit(method, source, more, folder, tmp_pa
         ("algorithm=dpo data.offline=FOLDER/pairs.jsonl batch.group=1 ~", "use at least 2"),
         ("algorithm=sft data.offline=FOLDER data.labels=soft ~", "weighs the two orders of a pair"),
         ("algorithm=sft data.offline=FOLDER replay.size=4 ~", "keeps new samples"),
+        ("algorithm=sft data.offline=FOLDER stop.reward=0.5 ~", "of rewards that count, and here"),
         ("algorithm=sft data.offline=FOLDER draw.mode=refill ~", "samples again, and data.offline"),
     ],
 )

@@ -258,12 +258,28 @@ def test_held_out_prompts_that_are_trained_on_are_said(train, held_out, count):
     assert [s.startswith(start) for s in said] == [True] * min(1, count)
 
 
+@pytest.mark.parametrize(
+    ("images", "domains", "said"),
+    [
+        (3, "aab", ""),
+        (2, "aab", "first 2 of the 3 prompts of data.eval, and none of the domain b; with eval.im"),
+        (2, "aba", "first 2 of the 3 prompts of data.eval; with eval.images=3 each is seen"),
+        (1, "", ""),
+    ],
+)
+def test_held_out_prompts_that_are_not_evaluated_are_said(images, domains, said):
+    held_out = [{"prompt": f"a cat {i}", "domain": d} for i, d in enumerate(domains)]
+    facts = of_config(load_config(None, [f"eval.images={images}"]), held_out=held_out)
+    found = [sentence for sentence in facts.warnings() if "eval.images" in sentence]
+    assert len(found) == bool(said) and said in "".join(found)
+
+
 @pytest.mark.parametrize("data", [name for name in options("data") if name != "file"])
 def test_lists_that_ship_share_no_prompt_between_training_and_evaluation(data):
     cfg = load_config(None, [f"data={data}"])
     prompts, held_out = (load_prompts(part) for part in (cfg.data.train, cfg.data.eval))
     facts = of_config(cfg, prompts=prompts, held_out=held_out)
-    assert not [sentence for sentence in facts.warnings() if "data.eval" in sentence]
+    assert not [sentence for sentence in facts.warnings() if "are in data.train" in sentence]
 
 
 def test_every_rule_reads_what_there_is():
