@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from flowrl import __version__
+from flowrl.config.facts import Facts
 from flowrl.config.gone import without_gone
 from flowrl.config.live import Live
 from flowrl.config.load import flatten
-from flowrl.config.schema import Config
+from flowrl.config.schema import Config, algorithm_schema
 from flowrl.data import as_seen, hf
 from flowrl.data.media import MEDIA_SUFFIXES, depends_on_reader
 from flowrl.data.scored_folder import list_of
@@ -164,19 +165,31 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
     """
     found = []
     old = {"reader": {}, **old}  # earlier versions did not keep this section
+    usual: Mapping[str, Any] = {}
     if "config" in old:
         old = {**old, "config": without_gone(old["config"], whatever=True)}
+        usual = defaults(new["config"])
     for section in (old.keys() & new.keys()) - {"sources"}:
         before, now = flatten(old[section]), flatten(new[section])
         for key in sorted(before.keys() | now.keys()):
             a, b = before.get(key), now.get(key)
             if a == b and (key in before) == (key in now):
                 continue
+            # a setting that is newer than the checkpoint has the value that it had without it
+            if section == "config" and key not in before and key in usual and b == usual[key]:
+                continue
             if section != "config":
                 found.append(f"{key} ({_short(a)} -> {_short(b)})")
             elif not _may_differ(key, now, run):
                 found.append(f"{key} {_said(key, before)} -> {_said(key, now)}")
     return sorted(found)
+
+
+def defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of all settings of a config's sections and of its algorithm, flat."""
+    sections = {name: value for name, value in config.items() if name != "reward"}
+    options = algorithm_schema(config["algorithm"]["name"])
+    return dict(flatten(Facts(sections, options).usual()))
 
 
 def _may_differ(key: str, now: Mapping[str, Any], run: Path) -> bool:

@@ -1,6 +1,7 @@
 """A run that was killed, stopped or prolonged and then resumed equals the uninterrupted one, bit
 for bit."""
 
+import copy
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import flowrl
 from flowrl.config.load import read_config
 from flowrl.rollouts import draw
 from flowrl.runtime.store import checkpoint, history
-from flowrl.training import outputs
+from flowrl.training import identity, outputs
 from flowrl.training.resume import check_resume
 
 ITERATIONS = "5"
@@ -177,6 +178,16 @@ def test_resuming_with_another_config_names_the_keys(uninterrupted):
     assert result.exit_code == 2
     assert "algorithm.beta 1.0 -> 0.5, optimizer.lr 0.0003 -> 1e-05;" in result.output
     assert sorted(p.name for p in run.rglob("*")) == before
+
+
+def test_a_setting_that_is_newer_than_the_checkpoint_is_no_change_at_its_default(tmp_path):
+    now = identity.of_config(small.config(tmp_path))
+    config = copy.deepcopy(now["config"])
+    del config["anchor"], config["data"]["mixture"], config["algorithm"]["kl_gate"]
+    assert identity.differences({**now, "config": config}, now, tmp_path) == []
+    del config["batch"]["group"]  # which is not at its default
+    found = identity.differences({**now, "config": config}, now, tmp_path)
+    assert found == ["batch.group unset -> 2"]
 
 
 def test_the_number_of_iterations_may_change_only_while_the_learning_rate_does_not_depend_on_it(
