@@ -23,6 +23,8 @@ from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig
 from flowrl.runtime.rule import Rule, read_with
 from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
 
+LARGE = 1e-2  # a mean KL per latent dim at which two steps have nothing in common
+
 
 class Trust(base.Options):
     """Flow-DPPO's trust region (arXiv:2606.11025)."""
@@ -83,6 +85,16 @@ class GRPOConfig(TransitionConfig):
             "{1} takes its place",
             when=lambda _, threshold: threshold is not None,
             kind="unread",
+        ),
+        Rule(
+            ("algorithm.trust.threshold", "algorithm.trust.divergence", "policy.latent_shape"),
+            lambda bound, _, shape: (
+                f"algorithm.trust.threshold={bound:g} bounds a mean over latent dims, and will not"
+                f" be reached; a threshold of their sum is divided by {math.prod(shape):,}, which"
+                f" gives {bound / math.prod(shape):.1g}"
+            ),
+            when=lambda bound, how, _: bound is not None and how == "scaled" and bound > LARGE,
+            kind="warn",
         ),
     )
 

@@ -9,6 +9,7 @@ from toy import ToyPolicy, prepared
 
 from flowrl.algorithms.common.step_weight import pulls, spreads
 from flowrl.algorithms.grpo import ALGORITHM
+from flowrl.config.facts import of_config
 from flowrl.config.load import load_config
 from flowrl.samplers import flow_sde
 from flowrl.types import Columns
@@ -118,6 +119,19 @@ def test_states_in_bf16_would_look_as_if_the_policy_had_moved():
     y = torch.randn(4, 65536, generator=torch.Generator().manual_seed(0))
     rounding = ((y - y.bfloat16().float()) / 0.3).square().mean(1) / 2
     assert rounding.min() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("threshold", "how", "said"),
+    [(0.6, "scaled", True), (1e-4, "scaled", False), (0.6, "velocity", False)],
+)
+def test_a_threshold_of_a_sum_over_dims_is_said(threshold, how, said):
+    words = [f"algorithm.trust.threshold={threshold}", f"algorithm.trust.divergence={how}"]
+    cfg = load_config(None, ["algorithm=flow_grpo", *words])
+    policy = SimpleNamespace(latent_shape=(4, 100, 150))
+    warned = [w for w in of_config(cfg, policy=policy).warnings() if "mean over latent dims" in w]
+    sentence = "is divided by 60,000, which gives 1e-05"
+    assert [sentence in warning for warning in warned] == [True] * said
 
 
 @pytest.mark.parametrize(
