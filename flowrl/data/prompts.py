@@ -108,7 +108,7 @@ def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBa
     """
     if size > len(prompts):
         raise ValueError(
-            f"batch.prompts={size} is more than the {len(prompts)} prompts of data.train; try"
+            f"batch.prompts={size} is more than the {len(prompts)} prompts to train on; try"
             f" {len(prompts)} or add prompts"
         )
     if isinstance(prompts, Mixture):

@@ -73,9 +73,10 @@ def load(folder: str | Path, *, soft: bool = False, temperature: float = 1.0) ->
     if supervised.is_supervised(located(folder)):
         return of_rows(located(folder), soft, temperature)
     if not path.is_file():
+        given = located(folder)
         raise ValueError(
-            f"{path} does not exist{nearby(path)}; `flowrl score MEDIA... --prompt TEXT --reward"
-            " NAME -o FOLDER` makes a folder with one"
+            f"{given} does not exist{nearby(given)}; give a folder or a list of media, of pairs, or"
+            " of scores, which `flowrl score MEDIA... --prompt TEXT --reward NAME -o FOLDER` makes"
         )
     # lines of one text are one prompt, whose facts are those on which all of them agree
     prompts: dict[str, dict[str, Any]] = {}

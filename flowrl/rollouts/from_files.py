@@ -74,10 +74,13 @@ def check(policy: Policy, paths: Sequence[Path | PictureCell], crop: Crop = "non
                 f"{path} is {found}, but the model makes {kind} of shape {shape}{axes}"
             )
         if kind == "videos" and isinstance(path, Path):
-            _check_frames(path, header(path).frames, shape, stride_of(policy))
-        if kind == "images" and crop == "none":
+            known = header(path)
+            _check_frames(path, known.frames, shape, stride_of(policy))
+            size = known.size
+        else:
             size = path.header().size if isinstance(path, PictureCell) else image_size(path)
-            _check_shape(path, (3, *size[::-1]), shape)
+        if crop == "none":
+            _check_shape(path, (*shape[:-2], *size[::-1]), shape)
 
 
 def stride_of(policy: Policy) -> int:

@@ -270,24 +270,33 @@ def test_scores_and_margins_are_soft_labels(folder):
         scored_dataset.load(lines(path, PAIR | {"label": 0.5}))
 
 
+class Videos:
+    """A policy that makes videos of 13 frames of 8 x 8 pixels."""
+
+    device, latent_shape = torch.device("cpu"), (4, 4, 2, 2)
+    pipe = SimpleNamespace(vae_scale_factor_temporal=4)
+
+    def decode(self, x):
+        return torch.zeros(len(x), 13, 3, 8, 8)
+
+    def encode_media(self, media):
+        return torch.zeros(len(media), *self.latent_shape)
+
+
 def test_a_video_that_is_too_short_names_the_counts_that_its_vae_takes(tmp_path):
     """A VAE that folds 4 frames into one takes 4 k + 1: of a file with 11, 1, 5 or 9."""
     path = save(torch.rand(11, 3, 8, 8), tmp_path / "a.gif", fps=10)
-
-    class Policy:
-        device, latent_shape = torch.device("cpu"), (4, 4, 2, 2)
-        pipe = SimpleNamespace(vae_scale_factor_temporal=4)
-
-        def decode(self, x):
-            return torch.zeros(len(x), 13, 3, 8, 8)
-
-        def encode_media(self, media):
-            return torch.zeros(len(media), *self.latent_shape)
-
     for crop in ("none", "center"):
         with pytest.raises(
             ValueError,
             match=r"a\.gif has 11 frames, but the model makes 13; .*to 1 "
             r"or 5 or 9 \(4 k \+ 1\) or less",
         ):
-            check(Policy(), [path], crop)
+            check(Videos(), [path], crop)
+
+
+def test_a_video_of_another_size_is_refused_before_it_is_read(tmp_path):
+    path = save(torch.rand(13, 3, 8, 16), tmp_path / "a.gif", fps=10)
+    with pytest.raises(ValueError, match="a.gif is 16x8 pixels, but the model makes 8x8; resize"):
+        check(Videos(), [path])
+    check(Videos(), [path], "center")

@@ -324,15 +324,15 @@ def test_a_bad_line_is_named(tmp_path, second, sentence):
     )
 
 
-def test_a_folder_without_a_list_says_how_to_make_one(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"nowhere/scores.jsonl does not exist; there is no folder .*; `flowrl score MEDIA... .*"
-            r" makes a folder with one"
-        ),
-    ):
+def test_a_folder_that_is_not_there_says_what_there_may_be(tmp_path):
+    said = (
+        r"nowhere does not exist; give a folder or a list of media, of pairs, or of scores, which"
+    )
+    with pytest.raises(ValueError, match=rf"{said} `flowrl score MEDIA... .* makes"):
         scored_dataset.load(tmp_path / "nowhere")
+    (tmp_path / "medai").mkdir()
+    with pytest.raises(ValueError, match='media does not exist; the nearest name in .* is "medai"'):
+        scored_dataset.load(tmp_path / "media")
     (tmp_path / "scores.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="scores.jsonl is empty"):
         scored_dataset.load(tmp_path)

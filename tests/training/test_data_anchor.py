@@ -279,7 +279,7 @@ def test_a_unet_and_a_module_have_it_too(kind, folder, tmp_path):
         ("anchor.data.weight=0.1 anchor.data.source=FOLDER/pairs.jsonl", "holds pairs rows, and"),
         ("anchor.data.weight=0.1 anchor.data.source=FOLDER/scored.jsonl", "holds scored rows, and"),
         ("anchor.data.weight=0.1 anchor.data.source=FOLDER/empty.jsonl", "1 of 8 rows of anchor"),
-        ("anchor.data.weight=0.1 anchor.data.source=FOLDER/no", "there is no folder"),
+        ("anchor.data.weight=0.1 anchor.data.source=FOLDER/no", "no does not exist; give a folder"),
         ("anchor.data.weight=-1", "greater than or equal to 0"),
         (
             "algorithm=sft data.offline=FOLDER reward.jpeg=0 batch.group=1 anchor.data.weight=0.1"
