@@ -97,7 +97,7 @@ def train(
             hint = f"{what} {trainer.path}" if left else ""
         stop(error, 1, hint="" if ran_out(error) else hint)  # its sentence says how to go on
     if trainer.world.main:
-        _conclude(run)
+        _conclude(run, readable=trainer.policy.has_lora_format)
 
 
 def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
@@ -109,8 +109,9 @@ def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
     several.train_all(*several.plan(*several.split(seeds, overrides)))
 
 
-def _conclude(run: Any, *, trained: bool = True) -> None:
-    """Print what a run (flowrl.Run) found, where it is, and the commands that use it."""
+def _conclude(run: Any, *, trained: bool = True, readable: bool = False) -> None:
+    """Print what a run (flowrl.Run) found, where it is, and the commands that use it. readable:
+    whether diffusers reads its LoRA."""
     from flowrl.report import terminal, watch_page
 
     if run.evaluation:
@@ -126,6 +127,6 @@ def _conclude(run: Any, *, trained: bool = True) -> None:
     steps = [f"flowrl train --resume {path}"] * bool(run.stopped)
     steps.append(f'flowrl generate {path} "a red circle"')
     steps += [f"flowrl evaluate {path} --seed 1"] * bool(run.evaluation)
-    if (run.path / "lora").is_dir():
+    if readable and (run.path / "lora").is_dir():
         steps.append(f'in diffusers: pipe.load_lora_weights("{run.path / "lora"}")')
     next_steps(*steps)

@@ -276,6 +276,11 @@ class Policy:
             self.compiled.off()
         self.compiled = compile_blocks(list(self.networks.values())) if on else None
 
+    @property
+    def has_lora_format(self) -> bool:
+        """Whether a saved LoRA is in a format that `pipe.load_lora_weights` reads."""
+        return False
+
     def save_lora(self, folder: str | Path) -> Path:
         """Write the adapter to `folder`; in diffusers' LoRA format if the pipeline has one."""
         from safetensors.torch import save

@@ -426,10 +426,14 @@ class PipelinePolicy(Policy):
         why = self.replay.why if isinstance(self.replay, BodyReplay) else None
         return describe(self.replay, why)
 
-    def save_lora(self, folder: str | Path) -> Path:
-        # use diffusers' format only if the pipeline's LoRA files have a place for all trained parts
+    @property
+    def has_lora_format(self) -> bool:
+        # the pipeline's LoRA files need a place for all trained parts
         text = self.trainable.modules.keys() - self.networks.keys()
-        if not hasattr(self.pipe, "save_lora_weights") or not text <= lora.placed_in(self.pipe):
+        return hasattr(self.pipe, "save_lora_weights") and text <= lora.placed_in(self.pipe)
+
+    def save_lora(self, folder: str | Path) -> Path:
+        if not self.has_lora_format:
             return super().save_lora(folder)
         self.trainable.needs_lora()
         return lora.save(self.pipe, self.trainable, folder)

@@ -118,6 +118,14 @@ def test_parts_that_are_absent_are_named_where_the_call_needs_them(sd3, tmp_path
         load_policy(pipe, **case.call)
 
 
+def test_diffusers_reads_a_lora_where_the_pipeline_has_its_format():
+    """Else the lines after a run name no pipe.load_lora_weights."""
+    pipe = CASES["sd3"].make()
+    modular = load_policy(pipe, lora=pipelines.LORA, **CASES["sd3"].call)
+    assert modular.has_lora_format and hasattr(pipe, "load_lora_weights")
+    assert not load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond).has_lora_format
+
+
 def test_a_scale_that_the_guider_holds_is_no_argument_of_the_call(sd3):
     with pytest.raises(ValueError, match="takes no argument 'guidance_scale': its guider has the"):
         load_policy(sd3, guidance_scale=3.0)
