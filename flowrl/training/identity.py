@@ -168,7 +168,7 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
     usual: Mapping[str, Any] = {}
     if "config" in old:
         old = {**old, "config": without_gone(old["config"], whatever=True)}
-        usual = defaults(new["config"])
+        usual = flatten(Facts({}, algorithm_schema(new["config"]["algorithm"]["name"])).usual())
     for section in (old.keys() & new.keys()) - {"sources"}:
         before, now = flatten(old[section]), flatten(new[section])
         for key in sorted(before.keys() | now.keys()):
@@ -183,13 +183,6 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
             elif not _may_differ(key, now, run):
                 found.append(f"{key} {_said(key, before)} -> {_said(key, now)}")
     return sorted(found)
-
-
-def defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of all settings of a config's sections and of its algorithm, flat."""
-    sections = {name: value for name, value in config.items() if name != "reward"}
-    options = algorithm_schema(config["algorithm"]["name"])
-    return dict(flatten(Facts(sections, options).usual()))
 
 
 def _may_differ(key: str, now: Mapping[str, Any], run: Path) -> bool:
