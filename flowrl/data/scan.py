@@ -19,6 +19,7 @@ from flowrl.data.stored import PictureCell
 from flowrl.data.supervised import SupervisedRow
 
 File = Path | PictureCell
+MANY = 16  # rows of an iteration of algorithm=sft, the most that an algorithm takes by default
 ROUTE = "domain"  # column that routes a row to its rewards
 
 
@@ -173,4 +174,7 @@ def command(found: Scan, path: Path) -> str:
     """The command that trains the embedded model on the data; its verifier is only read."""
     crop = " data.crop=center" if len(found.sizes) > 1 else ""
     how = "algorithm=dpo batch.group=2" if found.pairs else "algorithm=sft"
+    how += " data.labels=soft" if found.ties and found.pairs == found.ties else ""
+    if (rows := found.media + (found.pairs - found.ties or found.ties)) < MANY:
+        how += f" batch.prompts={rows}"
     return f"flowrl train {how} {quote(f'data.offline={path}')}{crop} reward.shapes.weight=0"

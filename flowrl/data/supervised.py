@@ -40,6 +40,8 @@ LABELS = (0.0, 0.5, 1.0)  # shares of raters who prefer the first file of a pair
 NESTED = ("input", "supervision")  # objects of Flow-Factory's rows, whose columns are the row's
 # columns that are read here, and not by rewards
 OWN = ("label", "margin", *SCORES, "repeats", "type", "schema_version")
+# columns of numbers and lists, which the cells of a .csv hold as text
+CELLS = (*OWN, "label_0", "has_label", *RANKED[0], *RANKED[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,7 @@ def rows_of(
     for name in NESTED:
         if isinstance(entry.get(name), Mapping):
             entry |= entry.pop(name)
+    entry |= {name: tables.parsed(entry[name]) for name in CELLS if name in entry}
     if entry.pop("has_label", True) is False:
         return []
     if "label_0" in entry:

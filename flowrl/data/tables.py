@@ -196,12 +196,12 @@ def _row(entry: Mapping[str, Any]) -> Entry:
 
 def _cell(value: Any) -> str:
     """Write a value as JSON, but a text as it is unless it would be read as something else."""
-    if isinstance(value, str) and value and _parsed(value) is value:
+    if isinstance(value, str) and value and parsed(value) is value:
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
-def _parsed(cell: Any) -> Any:
+def parsed(cell: Any) -> Any:
     """Read a cell of text as JSON, or as the text itself where it is none."""
     if not isinstance(cell, str):
         return cell
@@ -220,7 +220,7 @@ def _entry(row: Mapping[str, Any]) -> Entry:
     out: Entry = {}
     for name, cell in row.items():
         group, dot, label = name.partition(".")
-        value = cell if name in PLAIN else _parsed(cell)
+        value = cell if name in PLAIN else parsed(cell)
         if dot and group in NESTED:
             out.setdefault(group, {})[label] = value
         else:

@@ -118,8 +118,8 @@ def test_what_may_stay_is_noted_and_training_is_the_next_command(folder):
     done = CliRunner().invoke(app, ["check", "--data", str(folder)])
     assert done.exit_code == 0
     said = done.output.replace("\n", " ").replace("  ", " ")
-    words = f"algorithm=sft data.offline={folder} data.crop=center reward.shapes.weight=0"
-    assert f"train with: flowrl train {words}" in said
+    words = f"algorithm=sft batch.prompts=4 data.offline={folder} data.crop=center"
+    assert f"train with: flowrl train {words} reward.shapes.weight=0" in said
 
 
 def test_pairs_ties_and_pairs_of_two_sizes_are_counted(folder):
@@ -129,7 +129,9 @@ def test_pairs_ties_and_pairs_of_two_sizes_are_counted(folder):
     assert dict(facts(found))["pairs"] == "3, of them 1 ties" and not found.faults
     (said,) = found.notes["pair of two sizes"]
     assert "line 3 compares files of 8x8 and 24x8" in said
-    assert "algorithm=dpo batch.group=2" in command(found, folder / "pairs.jsonl")
+    assert "dpo batch.group=2 batch.prompts=2 data" in command(found, folder / "pairs.jsonl")
+    ties = scan(lines(folder / "pairs.jsonl", *[PAIR | {"label": 0.5}] * 20))
+    assert "dpo batch.group=2 data.labels=soft data" in command(ties, folder / "pairs.jsonl")
 
 
 def test_videos_say_their_frames_and_other_rates_are_noted(tmp_path):

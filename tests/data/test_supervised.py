@@ -81,6 +81,25 @@ def test_a_pair_is_read_in_each_layout(row, label, folder):
     assert (data.kind, data.weights) == ("pairs", {})
 
 
+def test_cells_of_a_table_are_the_numbers_and_lists_that_they_write(folder):
+    """Those of a prompt stay text."""
+    table = folder / "list.csv"
+    table.write_text(
+        "prompt,chosen,rejected,label,repeats\n7,1.png,0.png,0.5,2\nred,2.png,0.png,1,1\n"
+    )
+    rows = read(table)[1]
+    assert [(row.prompt, row.label, row.repeats) for row in rows] == [("7", 0.5, 2), ("red", 1, 1)]
+    table.write_text("prompt,path1,path2,margin\nred,1.png,0.png,-1.5\n")
+    assert read(table)[1][0].margin == -1.5
+    table.write_text(
+        'prompt,image_path,rank\nred,"[""1.png"", ""0.png""]","[2, 1]"\n', encoding="utf-8"
+    )
+    assert read(table)[1][0].files == (folder / "0.png", folder / "1.png")
+    table.write_text("prompt,chosen,rejected,label\nred,1.png,0.png,x\n")
+    with pytest.raises(ValueError, match="line 2 has label='x', the share of raters"):
+        read(table)
+
+
 def test_a_folder_with_a_text_beside_each_file(folder):
     for i in range(3):
         (folder / f"{i}.txt").write_text(f"number {i}\n")
