@@ -71,9 +71,8 @@ def wrong_teachers(teachers: Mapping[str, Any], output: str | None, mode: str) -
     for name, own in teachers.items():
         what, path = f"algorithm.teachers.{name}", own["adapter"]
         if (path is None) == (own["model"] is None):
-            return (
-                f"{what} has {'no' if path is None else 'an'} adapter and model; give one of both"
-            )
+            found = "neither an adapter nor a model" if path is None else "an adapter and a model"
+            return f"{what} has {found}; give one of the two"
         if path and output and Path(path).resolve().is_relative_to(Path(output).resolve()):
             return f"{what}.adapter={path} is what this run trains; name another run"
         if path and mode == "full":

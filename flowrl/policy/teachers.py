@@ -18,7 +18,7 @@ import flowrl.policy.lora_read as lora_read
 from flowrl.policy.base import Policy
 from flowrl.policy.replay.arguments import Cond
 from flowrl.runtime.ledger import CountedPolicy
-from flowrl.runtime.store.run_folder import lora_folder
+from flowrl.runtime.store.run_folder import is_run, lora_folder
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +87,9 @@ def load(
         try:
             if own.adapter is not None:
                 path, pipe = lora_folder(Path(own.adapter)), getattr(student, "pipe", None)
+                if is_run(path):  # and not the LoRA in it
+                    word = f"let it end, or give a run that trained all weights as {what}.model"
+                    raise ValueError(f"the run {path} has written no LoRA; {word}")
                 layers = lora_read.layers_of(path, student.trainable.modules, pipe)
                 student.trainable.add_frozen(view, layers)
             else:

@@ -232,8 +232,8 @@ TWO = f"{OWN} {A}domains=[x] algorithm.teachers.b.guidance=2 algorithm.teachers.
     [
         ("", "follows teachers, and none is named"),
         (f"{A}adapter=LORA", "guidance"),
-        (f"{A}guidance=none", "has no adapter and model; give one of both"),
-        (f"{OWN} {A}model=shapes-sd3", "has an adapter and model; give one of both"),
+        (f"{A}guidance=none", "has neither an adapter nor a model; give one of the two"),
+        (f"{OWN} {A}model=shapes-sd3", "has an adapter and a model; give one of the two"),
         (f"{A}guidance=none {A}adapter=LORE", "does not exist"),
         (f"{OWN} output=LORA", "is what this run trains; name another run"),
         (f"{OWN} train.mode=full", "needs train.mode=lora; give the teacher as model"),

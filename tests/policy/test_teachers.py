@@ -206,9 +206,12 @@ def test_teachers_that_do_not_fit_are_refused(teacher, guidance, says):
 def test_adapters_that_do_not_fit_are_refused(student, tmp_path):
     wider = tiny.policy("sd3", lora={**TEACHER, "targets": ["q_proj"]}, parts=["text_encoder"])
     wider.save_lora(tmp_path)
+    (run := tmp_path / "run").mkdir()
+    (run / "config.yaml").write_text("seed: 0")
     for name, says in (
         (tmp_path, "text_encoder, which is not"),
         (tmp_path / "none", "no LoRA file"),
+        (run, "teachers.a: the run .* has written no LoRA; let it end, or give a run that trained"),
     ):
         with pytest.raises(ValueError, match=says):
             teachers.load(student, options(a=given(name)), 4, None)
