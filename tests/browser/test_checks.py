@@ -1,5 +1,6 @@
 """Each check of a page finds the fault that is planted for it, and nothing on a page without."""
 
+import time
 from urllib.parse import quote
 
 import browser
@@ -44,6 +45,17 @@ def test_messages_of_the_console_and_requests_are_heard(driver):
     driver.get(f"data:text/html,{quote(f'<img src={address}><script>nothing()</script>')}")
     messages, asked = browser.heard(driver)
     assert address in asked and any("nothing is not defined" in m for m in messages)
+
+
+def test_what_the_page_before_asked_until_it_was_gone_is_not_heard(driver):
+    """A page that never stops to ask: between any two commands of a test it asks again."""
+    script = "setInterval(() => fetch('http://127.0.0.1:9/state').catch(() => 0), 1)"
+    address = f"data:text/html,{quote(f'<script>{script}</script>')}"
+    driver.get(address)
+    time.sleep(0.2)
+    browser.visit(driver, "data:text/html,still")
+    messages, asked = browser.heard(driver)
+    assert not messages and not any("127.0.0.1" in url for url in asked)
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail), ("", pytest.skip)])

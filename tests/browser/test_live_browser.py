@@ -34,8 +34,7 @@ def page(driver, training):
     with listen(made, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser.look(driver, 800)
-        browser.heard(driver)
-        driver.get(f"http://127.0.0.1:{server.server_port}/")
+        browser.visit(driver, f"http://127.0.0.1:{server.server_port}/")
         yield made
         driver.get("about:blank")
         server.shutdown()

@@ -68,8 +68,7 @@ def addresses(trained):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_are_whole_and_legible_everywhere_and_ask_for_nothing_else(driver, addresses, page):
-    browser.heard(driver)
-    driver.get(addresses[page])
+    browser.visit(driver, addresses[page])
     driver.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     for width in browser.WIDTHS:
         for theme in browser.THEMES:

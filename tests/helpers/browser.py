@@ -40,6 +40,13 @@ def look(driver, width=1280, theme="light"):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", scheme)
 
 
+def visit(driver, address):
+    """Show a page; what the one before it asks until it is gone does not count as this one's."""
+    driver.get("about:blank")
+    heard(driver)
+    driver.get(address)
+
+
 def faults(driver):
     return driver.execute_script(FAULTS.read_text())
 
