@@ -3,7 +3,7 @@
 #                   says its size, what a machine without a GPU can leave out, and how to do without make
 # make quickstart   install, align the embedded model, show before and after
 # make test         install, run the test suite but for its long tests
-# make long         the long tests: siblings of tests that make test runs
+# make long         the long tests: siblings of tests that make test runs; by hand, and before a release
 # make browser      the pages in Debian's Chromium: apt-get install chromium chromium-driver
 # make real         the named models and rewards at their real sizes, on a CPU; 20 GB and hours
 # make check        lint, types, spelling, budgets

@@ -152,6 +152,7 @@ def test_a_backend_that_fails_is_one_line_and_the_blocks_run_as_they_are(
         policy.velocity(torch.zeros(1, 1), 0.5, None, torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.long
 def test_a_compiler_that_does_nothing_is_said_once(monkeypatch, caplog, heard):
     policy = tiny.policy("sd3", lora=LORA)
     policy.compile_blocks()

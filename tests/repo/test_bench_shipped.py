@@ -83,7 +83,7 @@ CELLS = [  # each precision, preset and kind of guidance; other pairs are left t
     pytest.param("flux.1-dev", "bf16", "none", "flow_grpo", marks=long.mark),
     ("qwen-image", "fp32", "24gb", "nft"),
     ("sd3.5-medium", "fp16", "40gb", "nft"),
-    ("wan2.1-1.3b", "bf16", "80gb", "flow_grpo"),
+    pytest.param("wan2.1-1.3b", "bf16", "80gb", "flow_grpo", marks=long.mark),
 ]
 
 

@@ -185,6 +185,7 @@ def settings(name):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "label"), [("motion", "retrieval"), ("trajectory", "safe")])
 def test_an_example_gains_on_trained_prompts(tmp_path, name, label):
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ from flowrl.training.budget.architecture import read
 
 SMALL = ["batch.prompts=1", "batch.group=2", "batch.micro=2", "batch.decode=2", "sampler.steps=2"]
 NAMES = sorted({*small_models.names()} - {*random_pipeline.EMBEDDED})
-LONG = ["sdxl", "sd3.5-medium", "wan2.1-1.3b", "wan2.1-14b", "qwen-image"]
+LONG = ["sdxl", "sd3.5-medium", "wan2.1-1.3b", "wan2.1-14b", "qwen-image", "flux.1-dev"]
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def killed_at_the_first_save(stage, work, monkeypatch):
         run(stage, work)
 
 
+@pytest.mark.long
 def test_every_stage_goes_on_where_it_was_killed_and_ends_bit_for_bit_the_same(
     tmp_path, monkeypatch
 ):

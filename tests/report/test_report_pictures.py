@@ -92,6 +92,7 @@ def test_the_slider_has_a_sheet_for_each_tenth_of_the_run(run):
     assert 'max="9" value="9"' in html and html.count("<figure hidden>") == 9
 
 
+@pytest.mark.long
 def test_the_page_of_a_long_run_of_large_pictures_is_small(run):
     """Noise is what compresses worst."""
     finished.keep(run / "samples", 16, 512, judged=([0] * 16, [1] * 16))

@@ -78,6 +78,7 @@ def test_rewards_that_leave_are_there_from_the_first_decoding_to_the_update():
         assert away.phases[name].gb == pytest.approx(phase.gb + there), name
 
 
+@pytest.mark.long
 def test_moments_in_eight_bits_are_a_quarter_and_states_on_the_host_are_none(plain):
     small = budget("optimizer.name=adamw8bit", "batch.states=host")
     assert small.fixed["moments"] < 0.26 * plain.fixed["moments"]
@@ -94,6 +95,7 @@ def test_presets_come_on_top_of_a_model_and_under_what_is_said(model):
     assert cfg.batch.micro == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "words"),
     [

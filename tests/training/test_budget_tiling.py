@@ -31,6 +31,7 @@ def test_tiles_change_nothing_where_a_picture_is_no_larger_than_one(grad):
     assert plan.costs.of(call, tiled) == plan.costs.of(call, plan.cfg)
 
 
+@pytest.mark.long
 def test_tiles_of_a_large_picture_take_less_memory_and_more_flops_as_the_decoder_does():
     small = ["batch.prompts=1", "batch.group=2", "batch.updates=1", "sampler.steps=2"]
     plan = planner(128, *small)

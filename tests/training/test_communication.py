@@ -82,6 +82,7 @@ def test_gradients_of_a_lora_are_summed_in_few_calls_of_all_their_bytes():
     assert told["seconds"] == pytest.approx(2 * ring)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpointing", long.but([False, True], {False}))
 @pytest.mark.parametrize("mode", long.but(["lora", "full"], {"full"}))
 def test_split_weights_come_once_a_forward_and_once_a_backward(mode, checkpointing):

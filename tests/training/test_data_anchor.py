@@ -175,6 +175,7 @@ def trainer(path, folder, method="nft", **changes):
     return small.trainer(path, method, **usual | beside | changes)
 
 
+@pytest.mark.long
 def test_until_it_counts_there_are_no_calls_and_the_same_numbers(folder, tmp_path, monkeypatch):
     """Neither at weight 0 nor before anchor.data.start."""
 

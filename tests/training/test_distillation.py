@@ -61,6 +61,7 @@ def test_a_run_resumes_bit_for_bit_and_knows_its_teachers(words, tmp_path):
         Trainer(tree, resume=tmp_path / "cut")
 
 
+@pytest.mark.long
 def test_a_run_on_noisy_steps_with_a_whole_teacher_learns(words, tmp_path):
     """The base model as the teacher of a student that starts elsewhere: it comes back."""
     own = "algorithm__teachers__base__"

@@ -55,6 +55,7 @@ class Seen(Reward):
         return self.network(media.mean((2, 3))).flatten().detach()
 
 
+@long.mark
 def test_rewards_that_leave_score_the_same_and_never_meet_the_denoiser(tmp_path, monkeypatch):
     """While they are away, their weights are NaN here. Scored are trials of the rewards, samples
     and evaluations."""

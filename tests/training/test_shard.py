@@ -79,6 +79,7 @@ def called(policy, calls, backward):
             backward(v.square().sum())
 
 
+@pytest.mark.long
 def test_processes_that_call_other_networks_a_different_number_of_times_stay_in_step(tmp_path):
     """A UNet, a transformer with checkpointing, and a video model of two networks, of which a call
     takes the one for its noise level. Their gradients are those of all calls in one process."""

@@ -35,6 +35,7 @@ def planted(monkeypatch):
     monkeypatch.setattr(Watch, "follow", on_planted)
 
 
+@pytest.mark.long
 def test_a_run_past_its_peak_stops_and_gives_the_weights_of_the_peak(planted, tmp_path):
     """Iterations 3 and 4 were sampled by checkpoints 2 and 3; the earlier one is exported. It is
     what a run of two iterations ends with."""
