@@ -217,6 +217,10 @@ GATE = [
     "algorithm.kl_gate.main=proxy",
     "algorithm.kl_gate.auxiliary=[preference]",
 ]
+TEACHERS = {
+    f"specialist_{name}": Claim("nft", [f"data.train=build/bench/{name}.jsonl"], 1 / 2)
+    for name in SPECIALISTS
+}
 HACKED = {  # what keeps the held-out score where the trained one can be hacked
     "hacked_plain": Claim("nft", HACKABLE, 1 / 2),
     "hacked_kl": Claim("nft", [*HACKABLE, "algorithm.kl_weight=0.1"], 1 / 2),
@@ -270,10 +274,7 @@ CLAIMS = {
     **_few_steps("dgpo", (1, 2, 4)),
     **_few_steps("flow_grpo", (2, 4)),
     **_few_steps("dance_grpo", (2, 4)),
-    **{
-        f"specialist_{name}": Claim("nft", [f"data.train=build/bench/{name}.jsonl"], 1 / 2)
-        for name in SPECIALISTS
-    },
+    **TEACHERS,
     "nft_fifth": Claim("nft", [], 0.11),  # three iterations, a sixth of Flow-GRPO's 18
     "proxy_points": Claim("mix_grpo_flash", PROXY, 2),
     "proxy_wins": Claim("mix_grpo_flash", [*PROXY, "algorithm.outcome=win_rate"], 2),

@@ -29,7 +29,7 @@ REWARDS = ("verifier", "both_summed", "both_modes", "preference_nft", "preferenc
 AGAINST = "nft"
 
 
-def tables(done: Runs, beyond: Runs) -> dict[str, str]:
+def tables(done: Runs, beyond: Runs, hacked: Runs, specialists: Runs) -> dict[str, str]:
     """The tables that results.md.jinja shows; "" where no cell is there."""
     climbing = {method: results(cells.finals(method)) for method in cells.CLIMBING}
     found = {name: results(cells.searches(name)) for name in cells.SEARCHES}
@@ -38,6 +38,8 @@ def tables(done: Runs, beyond: Runs) -> dict[str, str]:
         "tasks_table": tasks_table(done, beyond),
         "rewards_table": rewards_table({**beyond, **climbing}),
         "distance_table": distance_table(beyond),
+        "hacked_table": hacked_table(hacked),
+        "specialists_table": specialists_table(done, specialists),
         "search_table": search_table(done, found),
     }
 
@@ -71,6 +73,39 @@ def tasks_table(done: Runs, beyond: Runs) -> str:
     tasks = list(rows["before"])
     body = [[name, *(f"{of[task]:.3f}" for task in tasks)] for name, of in rows.items()]
     return table(["run", *tasks], body)
+
+
+def specialists_table(done: Runs, specialists: Runs) -> str:
+    """Strict accuracy by task of a student, of its two teachers, and of training on all tasks."""
+    if not done.get("opd"):
+        return ""
+    known = {**specialists, "opd": done["opd"], AGAINST: done.get(AGAINST)}
+    rows = {"before": by_task(done["opd"], "images_before")}
+    rows |= {name: by_task(runs, "images") for name, runs in known.items() if runs}
+    means = {"before": done["opd"][0]["before"]["shapes/strict"]["mean"]}
+    means |= {name: statistics.mean(map(cells.score, runs)) for name, runs in known.items() if runs}
+    tasks = list(rows["before"])
+    body = [
+        [name, *(f"{of[task]:.3f}" for task in tasks), f"{means[name]:.3f}"]
+        for name, of in rows.items()
+    ]
+    return table(["run", *tasks, "all images"], body)
+
+
+def hacked_table(runs: Runs) -> str:
+    """Gains of a planted proxy that was trained on, and of the verifier that was only read."""
+    rows = []
+    for name, own in runs.items():
+        proxy = [c["paired"]["proxy"]["difference"] for c in own]
+        strict = gains_of(own)
+        changes = [text for values in (proxy, strict) for text in (said(values), spread(values))]
+        best = [max(point.get("strict", 0) for point in c["curve"]) for c in own]
+        set_here = cells.CLAIMS[name].words[len(cells.HACKABLE) :]
+        keys = " ".join(f"`{word.removeprefix('algorithm.')}`" for word in set_here)
+        rows.append([name, keys, *changes, f"{statistics.mean(best):.3f}", scores_of(own)])
+    head = ["run", "settings", "proxy gain", "over seeds [95%]", "verifier gain"]
+    head += ["over seeds [95%]", "best on the way", "after, by seed"]
+    return table(head, rows) if rows else ""
 
 
 def by_task(runs: list[Cell], key: str) -> dict[str, float]:

@@ -47,7 +47,10 @@ def write() -> None:
     done = _finished(cells.METHODS, cells.finals)
     claims = _finished(cells.CLAIMS, cells.claims)
     proxies = [c for name in list(claims) if name.startswith("proxy_") for c in claims.pop(name)]
-    beyond = {name: claims.pop(name) for name in cells.BEYOND if name in claims}
+    beyond, hacked, specialists = (
+        {name: claims.pop(name) for name in names if name in claims}
+        for names in (cells.BEYOND, cells.HACKED, cells.TEACHERS)
+    )
     verdicts = cells.FOLDER / "claims.txt"
     tables = {
         "main_table": main_table(done) if done else "",
@@ -58,7 +61,7 @@ def write() -> None:
         "claims_table": claims_table(claims) if claims else "",
         "proxy_table": proxy_table(proxies) if proxies else "",
         "proxy_difference": proxy_difference(proxies),
-        **results_beyond.tables(done, beyond),
+        **results_beyond.tables(done, beyond, hacked, specialists),
         "verdicts": verdicts.read_text().strip() if verdicts.exists() else "",
     }
     PAGE.write_text(page_of(tables))
@@ -291,6 +294,8 @@ def run_said(method: str, runs: list[Cell]) -> str:
     own = named([*cells.words_of(method), *runs[0]["words"]])
     if method in cells.FIFTH:
         own += f" on the data of own_data.py, which took {cells.DRAWN:,} rows of the budget"
+    if method in cells.SIXTH:
+        own += ", for half of that budget; each teacher took the other half once more"
     return (
         "Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all"
         f" methods share, with {own}:\n"
