@@ -2,6 +2,7 @@
 
     python scripts/bench/real_size.py                  # all; --output holds weights and results
     python scripts/bench/real_size.py --only sd1.5     # one
+    python scripts/bench/real_size.py --minutes 10     # of each, what begins in that time
     python scripts/bench/real_size.py --table          # what --output knows; runs nothing
 
 Each model is a folder as save_pretrained writes it (real_folder.py), with its shipped config: type,
@@ -19,6 +20,7 @@ Exit code 1 where a part failed, rows are not the budget's, or a peak is more th
 from __future__ import annotations
 
 import argparse
+import math
 import shutil
 import subprocess
 import sys
@@ -41,9 +43,10 @@ HEAD = (
 SCORES = ("reward", "core seconds of eight pictures", "scores", "and of an iteration of SD1.5")
 
 
-def run(place: Place, *, keep: bool) -> bool:
-    """The parts of a case that have not passed, in a process -> whether all have."""
+def run(place: Place, *, keep: bool, minutes: float) -> bool:
+    """The parts of a case that have not passed, in a process -> whether none failed."""
     argv = [sys.executable, str(HERE / "real_parts.py"), place.name, str(place.results.parent)]
+    argv.append(str(minutes))
     code = subprocess.run(argv, check=False).returncode
     if code not in (0, 1):  # killed: its parts could not say why
         place.note(
@@ -72,8 +75,10 @@ def missed(place: Place) -> list[str]:
 def row(place: Place) -> str:
     """A row of the table of models."""
     known = place.known()
-    if any(not line["passed"] for line in known.values()) or "lora" not in known:
-        return f"| {place.name} | {MODELS[place.name].said} | not all passed |" + " |" * 4
+    failed = any(not line["passed"] for line in known.values())
+    if failed or "lora" not in known:
+        left = "not all passed" if failed else f"passed: {', '.join(known)}; others were not run"
+        return f"| {place.name} | {MODELS[place.name].said} | {left} |" + " |" * 4
     runs, plan = [known[method] for method in METHODS], known["budget"]
     seconds = [known[key]["cpu"] for key in ("check", *METHODS)]
     seconds.append(sum(line["cpu"] for line in known.values()))
@@ -108,6 +113,9 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("runs/real"))
     parser.add_argument("--keep", action="store_true", help="weights of what passed")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="of a case, after which no part is begun"
+    )
     parser.add_argument("--table", action="store_true", help="run nothing")
     given = parser.parse_args()
     output = given.output.absolute()
@@ -115,7 +123,7 @@ def main() -> None:
     results = output / "results.jsonl"
     names = given.only or [*MODELS, *REWARDS]
     places = [Place(name=name, folder=output / name, results=results) for name in names]
-    passed = [given.table or run(place, keep=given.keep) for place in places]
+    passed = [given.table or run(place, keep=given.keep, minutes=given.minutes) for place in places]
     models = [row(place) for place in places if place.name in MODELS]
     rewards = [scores(place) for place in places if place.name in REWARDS]
     for head, rows in ((HEAD, models), (SCORES, rewards)):

@@ -79,6 +79,21 @@ def test_all_parts_of_a_narrow_model_pass(name, process, tmp_path, monkeypatch):
     assert real_parts.model(place, process) and place.results.stat().st_size == size
 
 
+def test_after_its_minutes_no_part_is_begun_and_the_row_says_which_passed(tmp_path, monkeypatch):
+    place = real_cases.Place(name="sd1.5", folder=tmp_path, results=tmp_path / "results.jsonl")
+    monkeypatch.setattr(real_parts, "prepared", lambda place: None)
+    began = []
+    monkeypatch.setattr(real_parts, "part", lambda place, name, run: not began.append(name))
+    clock = iter(range(100))
+    monkeypatch.setattr(real_parts.time, "monotonic", lambda: next(clock))
+    assert real_parts.model(place, None, until=2)
+    assert began == ["check", "budget", "flow_grpo"]
+    for name in began:
+        place.note(name, passed=True)
+    assert "passed: check, budget, flow_grpo; others were not run" in real_size.row(place)
+    assert real_size.missed(place) == []
+
+
 def test_a_process_counts_what_encoders_compute_and_says_what_failed(process):
     """Two encoders of eight texts at most: what is known is not computed again."""
     counted = process("check", "shapes-sd3")
