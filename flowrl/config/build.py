@@ -243,6 +243,9 @@ def load_tuned(cfg: Config, saved: Checkpoint, live: Live | None = None) -> Poli
     the first iteration are the untrained ones; the view "reference" is the base model."""
     live = live or Live()
     check_given(cfg, live, call="flowrl.evaluate_run", needed=("policy",))
+    if saved.meta["iteration"] and not set(cfg.train.parts) <= set(heads.KINDS):
+        # the checkpoint has the weights of a first LoRA, too, as they became
+        cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"init_lora": None})})
     policy = make_policy(cfg, live=live)
     if cfg.train.mode == "full" and not policy.trainable.has("reference"):
         # with LoRA the reference is the network with its adapters switched off
@@ -271,15 +274,12 @@ def trained(
         raise ValueError(f"{run} has trained nothing yet: its checkpoint is of iteration 0")
     own = {**cfg.model.pipeline, **call}
     new = {"self_check": False, "pipeline": own, "hints": hints or cfg.model.hints, **model}
-    sections = {"model": cfg.model.model_copy(update=new)}
-    if not set(cfg.train.parts) <= set(heads.KINDS):
-        # the checkpoint has these weights, too, as they became
-        sections["train"] = cfg.train.model_copy(update={"init_lora": None})
     try:
         shown = data_prompts.load_prompts(cfg.data.sources[0], cfg.data.columns)[:1]
     except ValueError:
         shown = [{"prompt": p} if isinstance(p, str) else p for p in prompts[:1]]
-    return load_tuned(cfg.model_copy(update=sections), saved, Live(prompts=shown))
+    own_model = cfg.model.model_copy(update=new)
+    return load_tuned(cfg.model_copy(update={"model": own_model}), saved, Live(prompts=shown))
 
 
 def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 import small
 import yaml
 
-from flowrl.config.build import trained
+from flowrl.config.build import load_tuned, newest_of, trained
 from flowrl.training.loop import Trainer
 
 TASKS = ("counting", "position")
@@ -77,14 +77,17 @@ def test_a_run_on_noisy_steps_with_a_whole_teacher_learns(words, tmp_path):
 
 
 def test_a_student_is_sampled_without_its_teachers_and_trained_with_them_alone(words, tmp_path):
+    """And without the LoRA that it started from."""
     own = "algorithm__teachers__counting__adapter"
     moved = shutil.copytree(words[own], tmp_path / "teacher")
-    made = trainer(tmp_path / "run", {**words, own: str(moved)})
+    start = {"train__init_lora": str(moved), "train__lora__rank": "3"}
+    made = trainer(tmp_path / "run", {**words, **start, own: str(moved)})
     next(iter(made))
     made.save()
     made.finish()
     shutil.rmtree(moved)
-    assert trained(tmp_path / "run", {}).state().keys() == made.policy.state().keys()
+    found = [trained(tmp_path / "run", {}), load_tuned(made.cfg, newest_of(tmp_path / "run"))]
+    assert all(policy.state().keys() == made.policy.state().keys() for policy in found)
     with pytest.raises(ValueError, match="teacher"):
         Trainer(resume=tmp_path / "run")
     with pytest.raises(ValueError, match="counting.adapter=.*teacher does not exist.*; give the"):
