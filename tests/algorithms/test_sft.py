@@ -4,12 +4,14 @@ import json
 
 import pytest
 import small
+import tiny
 import torch
 from torchvision.io import write_png
 from toy import Fixed, ToyPolicy, noised, roll_out, slope
 
 from flowrl.algorithms import sft
 from flowrl.config.load import load_config
+from flowrl.data import media
 from flowrl.runtime.store import files as disk
 from flowrl.types import Advantages
 
@@ -92,6 +94,26 @@ def test_a_run_on_files_resumes_bit_for_bit(method, source, more, folder, tmp_pa
     assert len(list(rest)) == 2
     rest.save()
     assert small.same(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_videos_are_trained_as_pictures_are(tmp_path, monkeypatch):
+    """By their first frames, with prompts dropped, and as pairs with a tie."""
+    policy = tiny.policy("wan21", lora={"rank": 2, "alpha": 2})
+    shape = policy.decode(torch.zeros(1, *policy.latent_shape)).shape[1:]
+    for i in range(2):
+        media.save(torch.rand(shape[0] + i, *shape[1:]), tmp_path / f"{i}.gif", fps=8)
+        (tmp_path / f"{i}.txt").write_text("a cat")
+    pair = {"prompt": "a cat", "chosen": "0.gif", "rejected": "1.gif", "label": 0.5}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    for method, source, group in (("sft", ".", "1"), ("dpo", "pairs.jsonl", "2")):
+        monkeypatch.setitem(small.ALGORITHMS, method, {})
+        usual = {"data__offline": str(tmp_path / source), "batch__group": group}
+        usual |= {"batch__prompts": "1", "iterations": "1", "data__labels": "hard"}
+        usual |= {"algorithm__steps": "2", "data__eval": "null", "reward__jpeg__weight": "0"}
+        usual |= {"data__labels": "soft"} if method == "dpo" else {}
+        words = small.words(tmp_path / method, method, **usual)
+        (it,) = small.Trainer(load_config(None, words), policy=policy)
+        assert it.metrics["policy/rows"] == 2 * int(group) and it.metrics["policy/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
