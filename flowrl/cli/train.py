@@ -117,7 +117,7 @@ def _conclude(run: Any, *, trained: bool = True, readable: bool = False) -> None
     if run.evaluation:
         show(terminal.evaluation_table(run.evaluation))
     if run.stopped:
-        show(f"Stopped after {len(run.metrics)} iterations: {run.stopped}.", wrap=True)
+        show(f"Stopped after {run.metrics[-1]['iteration']} iterations: {run.stopped}.", wrap=True)
     if run.peak:
         show(watch_page.sentence(run.peak), wrap=True)
     show(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", wrap=True)

@@ -5,6 +5,7 @@ the policy and the plan of a run. See rules.py; each rule waits for what it read
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
 
+# method, kind of data.offline and of data.validation
+VALIDATED = {("sft", "media", "media"), ("dpo", "pairs", "pairs")}
 LARGE = 1000  # MB of kept samples beyond which a start warns
 DISTILLED = (
     "turbo",
@@ -118,6 +121,17 @@ def _shared(prompts: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str
     return (
         f"{len(both)} of the {len(held_out)} prompts of data.eval are in data.train, too, as"
         f' "{printable(both[0], 60)}": evaluations show in part what was learned by heart'
+    )
+
+
+def _learned(dataset: Any, held: Any) -> str:
+    """dataset, held: the Datasets of data.offline and data.validation."""
+    known, files = ({os.path.normpath(str(p)) for p in data.paths} for data in (dataset, held))
+    if not (both := sorted(known & files)):
+        return ""
+    return (
+        f"{len(both)} of the {len(files)} files of data.validation are in data.offline, too, as"
+        f" {both[0]}: its loss shows in part what was learned by heart"
     )
 
 
@@ -285,8 +299,9 @@ def _stop_domain(
 
 # Beside words, the facts are: method (the algorithm), processes (of a run, or its teams), rewards
 # (a RewardSet), prompts, held_out (prompts of evaluations), files (media to train on), dataset (the
-# folder that they are from, or None), anchored (the Dataset of anchor.data), policy, plan (of
-# the first iteration), spare (prompts of a process beside its batch's).
+# folder that they are from, or None), anchored and validation (the Datasets of anchor.data and
+# data.validation), policy, plan (of the first iteration), spare (prompts of a process beside its
+# batch's).
 RULES = (
     Rule(("batch.prompts", "batch.updates", "train.sequence_parallel", "processes"), _divisible),
     Rule(("batch.group", "plan.leaves"), _whole_trees),
@@ -435,6 +450,13 @@ RULES = (
         when=lambda dataset, prompts: dataset and dataset.singles,
         kind="warn",
     ),
+    Rule(
+        ("validation", "dataset", "algorithm.name"),
+        "data.validation holds {validation.kind} rows; it takes media for algorithm=sft or pairs"
+        " for algorithm=dpo, of the kind that data.offline trains on",
+        when=lambda held, data, name: held.items and (name, data.kind, held.kind) not in VALIDATED,
+    ),
+    Rule(("dataset", "validation"), _learned, when=lambda _, held: held.items, kind="warn"),
     # rules on media beside the samples
     Rule(("anchored", "anchor.data.unconditional"), _anchored),
     Rule(

@@ -206,6 +206,13 @@ class DataConfig(Section):
             " processes; none: the VAE encodes a file whenever it is drawn."
         ),
     )
+    validation: Annotated[Place | None, read_with("data.offline")] = Field(
+        None,
+        description=(
+            "Held-out media (sft) or pairs (dpo), given as those of data.offline, whose loss is"
+            " logged every eval.every iterations, at noise that never changes."
+        ),
+    )
     labels: Annotated[Literal["hard", "soft"], read_with("data.offline")] = Field(
         "hard",
         description=(

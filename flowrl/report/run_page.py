@@ -44,7 +44,7 @@ Rows = Sequence[dict[str, Any]]  # rows of evaluation.json
 
 CURVES = {  # heading -> prefixes of metrics.jsonl
     "Reward": ("reward/",),
-    "Held-out evaluation": ("eval/",),
+    "Held-out evaluation": ("eval/", "validation/"),
     "Updates": ("policy/", "loss", "gradient/", "optimizer/lr"),
     "Samples and prompts": ("diversity/", "prompts/", "replay/"),
 }
@@ -127,7 +127,7 @@ def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
     chips = {key: name for key, name in named.items() if name is not None}
     chips |= {"model": plain_name(chips["model"])} if "model" in chips else {}
     if run.metrics:
-        chips["iterations"] = str(len(run.metrics))
+        chips["iterations"] = str(sum(row["iteration"] > 0 for row in run.metrics))
         seconds = _sums(run.metrics).get("time/iteration")
         chips |= {"training time": _duration(seconds)} if seconds else {}
     for key, folder in (("LoRA", "lora"), ("LoRA of the peak", "lora-peak")):

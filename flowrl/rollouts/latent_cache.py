@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import astuple
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from flowrl.policy.replay.decode import Decoder
 from flowrl.policy.replay.prompt_cache import PromptCache, bits
 
 FORMAT = 1  # raised when a file is read, cropped or encoded in another way
-READERS = ("pillow", "torchvision", "av", "diffusers")  # packages that make a latent of a file
+PACKAGES = ("pillow", "torchvision", "diffusers")  # with av, those that make a latent of a file
 
 
 class LatentCache(PromptCache):
@@ -49,7 +50,7 @@ class LatentCache(PromptCache):
         self.facts = (
             FORMAT,
             as_seen.READER,
-            [_version(name) for name in READERS],
+            [*map(version, PACKAGES), find_spec("av") and version("av")],
             crop,
             [bits(value) if isinstance(value, Tensor) else value for value in maps],
             sorted(tiles.items()),
@@ -60,10 +61,3 @@ class LatentCache(PromptCache):
         content = file.content() if isinstance(file, PictureCell) else file.read_bytes()
         about: Any = (hashlib.sha256(content).hexdigest(), self.facts)
         return self.key(self.vae, "encode", about, self.device)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -88,7 +88,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     facts = of_config(cfg, method=algorithm, processes=world.size)
     rewards = load_rewards(cfg, path, live)
-    dataset, prompts, held_out, anchored = load_data(cfg, rewards, live, facts)
+    dataset, prompts, held_out, anchored, validation = load_data(cfg, rewards, live, facts)
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
     policy = make_policy(
         cfg,
@@ -98,19 +98,18 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         split=bool(cfg.train.shard) and world.size > 1,
         main=world.main,
     )
-    give_teachers(cfg, algorithm, policy)
-    check_media(rewards, algorithm, policy)
-    shown = [*prompts, *held_out, *anchored.prompts]
-    check_conditions(policy, shown, columns_read(cfg, rewards))
-    check_size(cfg, policy)
+    held = held_out + validation.prompts
+    shown = [*prompts, *held, *anchored.prompts]
+    prepare_policy(cfg, algorithm, policy, rewards, shown)
     # check that the method fits its plan, its guidance, its rewards and its media
     setup = set_up(cfg, algorithm, policy)
     facts.learn(plan=setup.plan, policy=policy)
-    from_files.check(policy, media := [*facts["files"], *anchored.paths], cfg.data.crop)
+    media = [*facts["files"], *anchored.paths, *validation.paths]
+    from_files.check(policy, media, cfg.data.crop)
     warn(cfg, policy, facts.warnings(), shown)
     # in full mode this makes weights fp32; references kept here would keep split weights whole
     policy.trainable.named()
-    data = {"prompts": [*prompts, *anchored.prompts], "held-out prompts": held_out}
+    data = {"prompts": prompts + anchored.prompts, "held-out prompts": held}
     known = identity.of_parts(cfg, rewards, policy, data, [*media, *files(shown)], live)
     share_networks(cfg, world, policy, prompts, setup.guidance)
     source = Source(
@@ -138,6 +137,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         path=path,
         source=source,
         held_out=held_out,
+        validation=validation,
         weights=weights(setup, policy, world.accelerator),
         identity=known,
         lock=lock,
@@ -162,6 +162,17 @@ def give_teachers(cfg: Config, algorithm: Algorithm, policy: Policy) -> None:
     policy.teachers, options = None, algorithm.config
     if getattr(options, "teachers", None):
         policy.teachers = teachers.load(policy, options, cfg.sampler.steps, load_model)
+
+
+def prepare_policy(
+    cfg: Config, algorithm: Algorithm, policy: Policy, rewards: RewardSet, shown: Prompts
+) -> None:
+    """Load the policy's teachers; check that it takes all prompts, and that readers take its
+    media."""
+    give_teachers(cfg, algorithm, policy)
+    check_media(rewards, algorithm, policy)
+    check_conditions(policy, shown, columns_read(cfg, rewards))
+    check_size(cfg, policy)
 
 
 def check_size(cfg: Config, policy: Policy) -> None:
@@ -227,29 +238,33 @@ def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
 
 def load_data(
     cfg: Config, rewards: RewardSet, live: Live, facts: Facts
-) -> tuple[Dataset | None, Prompts, Prompts, Dataset]:
+) -> tuple[Dataset | None, Prompts, Prompts, Dataset, Dataset]:
     """Load (the dataset in place of samples or None, prompts to train on, held-out prompts, the
-    media of anchor.data or an empty dataset)."""
+    media of anchor.data and the rows of data.validation, or empty datasets)."""
     source = cfg.anchor.data.source if cfg.anchor.data.weight else None
     anchored = load_dataset(source) if source else NO_MEDIA
     facts.learn(anchored=anchored)
     data = cfg.data
-    dataset = None
-    if data.offline:
-        soft = data.labels == "soft"
-        dataset = load_dataset(data.offline, soft=soft, temperature=data.temperature)
+    dataset, validation = (
+        load_dataset(source, soft=data.labels == "soft", temperature=data.temperature)
+        if source and data.offline
+        else None
+        for source in (data.offline, data.validation)
+    )
+    validation = validation or NO_MEDIA
     prompts = dataset.prompts if dataset else live.prompts or load_training(data)
     facts.learn(
         rewards=rewards,
         prompts=prompts,
         dataset=dataset,
+        validation=validation,
         files=dataset.paths if dataset else references(prompts),
         # prompts beside an iteration's
         spare=(len(prompts) - cfg.batch.prompts) // facts["processes"],
     )
     held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
     facts.learn(held_out=held_out)
-    check_alike([*prompts, *held_out])
+    check_alike([*prompts, *held_out, *validation.prompts])
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))
     check_meta(
@@ -260,7 +275,7 @@ def load_data(
     )
     if cfg.guard.check_rewards and not dataset:
         try_own(cfg, rewards, prompts)
-    return dataset, prompts, held_out, anchored
+    return dataset, prompts, held_out, anchored, validation
 
 
 def helped_plan(setup: Setup, policy: Policy) -> Callable[[int], Plan] | None:

@@ -204,7 +204,8 @@ def _short(value: str | None) -> str:
 def _named(cfg: Config) -> Iterator[str]:
     """Yield files that settings name and a run reads, and the folders of a model and of a LoRA."""
     data = cfg.data
-    lists = [str(list_of(Path(f))) for f in (data.offline, cfg.anchor.data.source) if f]
+    folders = (data.offline, data.validation, cfg.anchor.data.source)
+    lists = [str(list_of(Path(folder))) for folder in folders if folder]
     texts = [*data.sources, data.eval, *lists]
     settings = (cfg.algorithm, *(s.model_dump() for s in (cfg.model, data, cfg.diversity)))
     for value in chain(*(flatten(section).values() for section in settings)):
@@ -215,8 +216,8 @@ def _named(cfg: Config) -> Iterator[str]:
     yield from (text for text in texts if text and os.path.isfile(text))
     taught = (cfg.algorithm.get("teachers") or {}).values()
     adapters = [lora_folder(Path(own["adapter"])) for own in taught if own["adapter"]]
-    folders = (cfg.train.init_lora, cfg.model.source, cfg.diversity.weights, *map(str, adapters))
-    yield from (text for text in folders if text and os.path.exists(text))
+    places = (cfg.train.init_lora, cfg.model.source, cfg.diversity.weights, *map(str, adapters))
+    yield from (text for text in places if text and os.path.exists(text))
 
 
 def _datasets(cfg: Config) -> dict[str, str]:

@@ -30,7 +30,7 @@ from flowrl.runtime.store.run_folder import (
     truncate_metrics,
 )
 from flowrl.samplers.plan import nfe
-from flowrl.training import trackers
+from flowrl.training import trackers, validation
 from flowrl.training.records import Iteration, NothingTrained, Run, RunParts
 from flowrl.training.resume import write_config
 from flowrl.training.update import Learner
@@ -82,6 +82,10 @@ def start(trainer: Running) -> None:
         evaluate(trainer, "before")
         if cfg.eval.baseline_guidance:
             evaluate(trainer, "before, guided", guidance=cfg.eval.baseline_guidance)
+        if found := validation.losses(parts):
+            if main:
+                add_metrics(parts.path, 0, found)
+            trackers.each(parts, lambda tracker: tracker.log(found, step=0))
     trainer.started = True
     trainer.save()
 
@@ -111,8 +115,10 @@ def record(trainer: Running, it: Iteration) -> None:
         files.write(file, encoded(grids.grid(it.shown[places], captions)))
         trackers.put(parts, it.number, "samples/iteration", "Image", str(file))
     try:
-        if cfg.eval.every and it.number % cfg.eval.every == 0 and it.number < cfg.iterations:
-            it.metrics.update(evaluate(trainer))
+        last = it.number == cfg.iterations
+        if last or (cfg.eval.every and it.number % cfg.eval.every == 0):
+            it.metrics.update(validation.losses(parts))
+            it.metrics.update({} if last else evaluate(trainer))
     # record it even if a reward is gone and the run stops: the iteration itself is finished
     finally:
         if main:

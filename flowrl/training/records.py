@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from flowrl.data.prompts import Prompts
+from flowrl.data.scored_dataset import NO_MEDIA, Dataset
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.trained import TrainingBatch
 from flowrl.runtime.log import in_notebook
@@ -49,6 +50,7 @@ class RunParts:
     # settings, files, networks and code of the run, see training/identity.py
     identity: dict[str, dict[str, Any]]
     lock: Lock | None  # lock on `path`; None in all processes but the main one
+    validation: Dataset = NO_MEDIA  # held-out media or pairs (validation.py), or none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

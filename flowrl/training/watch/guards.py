@@ -172,8 +172,9 @@ def nothing_trained(metrics: list[dict[str, Any]], stopped: str | None) -> str:
     """Write the sentence about a run that ended before any optimizer step."""
     skipped = sum(line.get("policy/skipped", 0) for line in metrics)
     end = f" (it was stopped: {stopped})" if stopped else ""
+    done = metrics[-1]["iteration"] if metrics else 0
     return (
-        f"nothing was trained: no optimizer step was taken in {len(metrics)} iterations{end},"
+        f"nothing was trained: no optimizer step was taken in {done} iterations{end},"
         f" {skipped:g} updates were skipped because the samples of every prompt score alike or the"
         " gradient is not finite; no LoRA was written"
     )
