@@ -138,13 +138,14 @@ def loaded(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: load(name, value) for name, value in given.items()}
 
 
-def load(name: str, value: Any) -> Any:
+def load(name: str, value: Any, *, listed: bool = False) -> Any:
     """Load an argument's value: pictures for paths, the frames of a video as a list of pictures; a
-    value that is no path stays as it is. An unreadable file -> ValueError."""
+    value that is no path stays as it is. listed: it is an entry of a list, where a picture is a
+    frame. An unreadable file -> ValueError."""
     if not is_picture(name):
         return value
     if isinstance(value, list):
-        return [load(name, entry) for entry in value]
+        return [load(name, entry, listed=True) for entry in value]
     if isinstance(value, Image.Image):
         return as_seen(value, alpha=is_mask(name))
     if isinstance(value, PictureCell):
@@ -152,7 +153,8 @@ def load(name: str, value: Any) -> Any:
     if not isinstance(value, str | Path):
         return value
     value = located(value)
-    return _frames(str(value)) if _moves(name, value) else _picture(str(value), is_mask(name))
+    moves = _moves("" if listed else name, value)
+    return _frames(str(value)) if moves else _picture(str(value), is_mask(name))
 
 
 def _moves(name: str, value: str | Path) -> bool:

@@ -282,3 +282,10 @@ def test_a_run_trains_an_editor_on_its_pictures_and_knows_them(tmp_path):
         flowrl.Trainer(
             flowrl.load_config(None, [*words, f"data.train={tmp_path}/text.txt", "output=x"])
         )
+
+
+def test_a_list_of_pictures_for_a_video_is_one_video_of_these_frames(tmp_path):
+    for k in range(3):
+        Image.new("RGB", (4, 4), (k, 0, 0)).save(tmp_path / f"{k}.png")
+    frames = conditions.load("control_video", [str(tmp_path / f"{k}.png") for k in range(3)])
+    assert [frame.getpixel((0, 0)) for frame in frames] == [(k, 0, 0) for k in range(3)]
