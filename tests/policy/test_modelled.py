@@ -1,11 +1,14 @@
 """The calls that are written down for a budget are those that are inferred from the pipelines."""
 
+import json
+
 import pytest
 import tiny
 import torch
 import zoo
 
 import flowrl
+from flowrl.policy import modular
 from flowrl.training.budget import call_shapes
 from flowrl.training.budget.architecture import read
 from flowrl.training.budget.modelled import ModelledPolicy
@@ -66,6 +69,28 @@ def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path
         assert mine == its
     weights = {key: tuple(w.shape) for key, w in real.trainable.named().items()}
     assert {key: tuple(w.shape) for key, w in modelled.trainable.named().items()} == weights
+
+
+def test_a_modular_folder_is_budgeted_as_the_classic_one(tmp_path):
+    """Its index says where each component is, which may be another folder."""
+    ZOO["sd3"].make().save_pretrained(tmp_path / "classic")
+    modular.as_pipeline(ZOO["modular_sd3"].make()).save_pretrained(tmp_path / "modular")
+    place = tmp_path / "modular" / modular.INDEX
+    index = json.loads(place.read_text())
+    index["vae"][2]["pretrained_model_name_or_path"] = str(tmp_path / "classic")
+    place.write_text(json.dumps(index))
+    (tmp_path / "modular/vae").rename(tmp_path / "vae")
+    classic, own = (read(str(tmp_path / name)) for name in ("classic", "modular"))
+    assert own.pipeline == classic.pipeline == "StableDiffusion3Pipeline"
+    call = ZOO["sd3"].call
+    assert call_shapes.call_shapes(own, call) == call_shapes.call_shapes(classic, call)
+    assert own.parts == classic.parts
+    index["vae"][2]["pretrained_model_name_or_path"] = "somewhere/else"
+    place.write_text(json.dumps(index))
+    with pytest.raises(
+        ValueError, match="somewhere/else/vae/config.json is missing, of"
+    ):
+        read(str(tmp_path / "modular"))
 
 
 @pytest.mark.parametrize("name", NAMES)

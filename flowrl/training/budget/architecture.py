@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flowrl.policy import modular
+from flowrl.policy.folder import INDEX
 from flowrl.policy.load import cast, resolve_source
 from flowrl.runtime import hub, yaml_text
 from flowrl.runtime.log import quiet
@@ -117,25 +119,34 @@ def _cached(name: str) -> Path | None:
     repo, revision = hub.split(name)
     if repo.count("/") != 1 or repo.startswith((".", "/")):
         return None
-    found = try_to_load_from_cache(repo, "model_index.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    for name in (INDEX, modular.INDEX):
+        found = try_to_load_from_cache(repo, name, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
 
 
 def _of_folder(source: str, folder: Path) -> Architecture:
-    """Read the architecture of a folder in diffusers layout."""
-    index_file = folder / "model_index.json"
-    if not index_file.is_file():
-        raise ValueError(f"{folder} holds no model_index.json; give the folder of a pipeline")
-    index = json.loads(index_file.read_text(encoding="utf-8"))
+    """Read the architecture of a folder in diffusers layout. A modular pipeline makes the calls of
+    the classic one with its name, and its index says of each component where it is."""
+    found = [folder / name for name in (INDEX, modular.INDEX) if (folder / name).is_file()]
+    if not found:
+        raise ValueError(f"{folder} holds no {INDEX}; give the folder of a pipeline")
+    index = json.loads(found[0].read_text(encoding="utf-8"))
     parts = {}
     for part, entry in index.items():
-        config = folder / part / "config.json"
-        if not isinstance(entry, list) or entry[0] is None or part.startswith(SKIPPED):
+        if not isinstance(entry, list) or part.startswith(SKIPPED):
             continue
+        spec = entry[2] if len(entry) == 3 else {}
+        cls = entry[1] or (spec.get("type_hint") or [None, None])[1]
+        whole = spec.get("pretrained_model_name_or_path", ".")
+        if cls is None or whole is None:  # the pipeline does without it
+            continue
+        place = folder / whole if (folder / whole).is_dir() else _cached(whole) or Path(whole)
+        config = place / (spec.get("subfolder") or part) / "config.json"
         if not config.is_file():
-            raise ValueError(f"{config} is missing, of which {index_file.name} says that it is")
+            raise ValueError(f"{config} is missing, of which {found[0].name} says that it is")
         own = json.loads(config.read_text(encoding="utf-8"))
-        parts[part] = {**own, "_class_name": entry[1]}
-    return Architecture(
-        source=source, pipeline=str(index["_class_name"]), parts=parts, where=str(folder)
-    )
+        parts[part] = {**own, "_class_name": cls}
+    pipeline = str(index["_class_name"]).replace("ModularPipeline", "Pipeline")
+    return Architecture(source=source, pipeline=pipeline, parts=parts, where=str(folder))
