@@ -156,3 +156,22 @@ def test_inputs_that_no_executed_block_reads_have_no_effect(sd3):
     assert policy.unread(["pipeline"]) == [
         "strength has no effect: the call of StableDiffusion3AutoBlocks never reads it"
     ]
+
+
+def test_guidance_between_branches_of_one_text_has_no_effect_and_is_refused():
+    """Without a negative prompt the blocks of SD3 encode the prompt for both branches."""
+    case = CASES["sd3"]
+    call = {key: value for key, value in case.call.items() if key != "negative_prompt"}
+    policy = load_policy(case.make(), **call)
+    cond, rows = policy.encode(list(tiny.PROMPTS)), torch.tensor([0, 1])
+    x, sigma = torch.randn(2, *policy.latent_shape), policy.schedule(4).sigmas[1].item()
+    with pytest.raises(ValueError, match='guidance=4.0 has no effect: .* negative_prompt=""'):
+        policy.velocity(x, sigma, cond, rows, guidance=4.0)
+    policy.velocity(x, sigma, cond, rows, guidance="none")
+
+
+def test_a_loop_that_moves_its_latents_itself_is_refused():
+    from diffusers.modular_pipelines import EchoBlocks
+
+    with pytest.raises(UnreplayableError, match='EchoBlocks has no component named "scheduler", w'):
+        load_policy(EchoBlocks().init_pipeline())

@@ -10,6 +10,7 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     PNDMScheduler,
+    SCMScheduler,
 )
 
 from flowrl.policy import UnreplayableError
@@ -33,6 +34,25 @@ def test_velocity_is_eps_minus_x0_for_every_prediction_type(prediction):
     assert torch.allclose(
         coords.velocity(target.float(), x.float(), s), eps - x0, atol=2e-4
     )  # 1 / (1 - s) is 15 at t = 990
+
+
+def test_an_angle_is_a_flow_in_other_clothes():
+    """TrigFlow: x = d (cos t x0 + sin t eps), F = d (cos t eps - sin t x0) for data of deviation d.
+    At t = pi/4 the two weigh the same: s = 1/2. SCM rounds pi/2 up to 1.5708, which is s = 1."""
+    scheduler = SCMScheduler(sigma_data=0.5)
+    scheduler.set_timesteps(4, intermediate_timesteps=None)
+    coords, times = Coords(scheduler), scheduler.timesteps.double()
+    sigmas = coords.sigmas_of(scheduler, times[:-1])
+    assert sigmas[0] == 1 and sigmas[-1] == 0
+    assert sigmas[2] == pytest.approx(0.5, abs=2e-6)
+    assert torch.allclose(coords.time(sigmas), times, atol=5e-6), "pi/2 is 3.7e-6 less"
+    x0, eps = torch.randn(2, 5, 3, dtype=torch.float64)
+    cos, sin = torch.cos(times)[:, None], torch.sin(times)[:, None]
+    x, prediction = 0.5 * (cos * x0 + sin * eps), 0.5 * (cos * eps - sin * x0)
+    flow = x / coords.scale(sigmas)[:, None]
+    s = sigmas[:, None]
+    assert torch.allclose(flow, (1 - s) * x0 + s * eps, atol=1e-5)
+    assert torch.allclose(coords.velocity(prediction, flow, sigmas), eps - x0, atol=2e-5)
 
 
 def test_stable_diffusion_starts_and_ends_inside_the_flow():

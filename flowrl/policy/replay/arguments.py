@@ -87,6 +87,8 @@ class CallPlan:
     # map from a row of output to one of latents; None: only the pipeline can tell
     out: Affine | None
     streams: int = 1  # number of the network's outputs that are predictions
+    # entries of an output row from whose end `out` counts its places; 0: they count from the start
+    ending: int = 0
 
     def arguments(
         self, fixed: dict[Path, Any], x: Tensor, sigma: Tensor, time: Tensor, blocks: int
@@ -114,7 +116,10 @@ class CallPlan:
         assert self.out is not None
         blocks = output.reshape(count, shape[0], -1)
         if self.out.index is not None:
-            blocks = blocks.index_select(2, self.out.index.to(output.device))
+            index = self.out.index.to(output.device)
+            if self.ending and (longer := blocks.shape[2] - self.ending):
+                index = index + longer  # a text of another length comes before the latents
+            blocks = blocks.index_select(2, index)
         return list(blocks.reshape(count, *shape))
 
     def raw(self, output: Tensor, count: int, rows: int) -> list[Tensor]:

@@ -1,8 +1,9 @@
 """Every scheduler as a flow: x' = x / (a+b), s = b / (a+b), v = eps - x0.
 
-There x = a x0 + b eps are the pipeline's own latents. Four kinds cover diffusers: "flow" (a = 1-s,
+There x = a x0 + b eps are the pipeline's own latents. Five kinds cover diffusers: "flow" (a = 1-s,
 b = s), "rising" (the same, whose scheduler counts from noise 0 to data 1), "vp" (a^2 + b^2 = 1:
-DDIM, PNDM, DPM++...), "ve" (a = 1: Euler, Heun, LMS...). In flow coordinates a variance-preserving
+DDIM, PNDM, DPM++...), "ve" (a = 1: Euler, Heun, LMS...), "trig" (a = d cos t, b = d sin t for a
+time t from 0 to pi/2 and the data's deviation d: SCM). In flow coordinates a variance-preserving
 network reads x' / r with r = sqrt((1-s)^2 + s^2), in all of them. Nothing is approximated at either
 end of a schedule.
 """
@@ -10,6 +11,7 @@ end of a schedule.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +39,13 @@ class Schedule:
 def radius(s: Tensor) -> Tensor:
     """Compute sqrt((1-s)^2 + s^2), the norm of (a, b) in flow coordinates."""
     return torch.sqrt((1 - s) ** 2 + s**2)
+
+
+def _of_angle(angle: Tensor) -> Tensor:
+    """Compute s fp64 of an angle t from the data (0) to noise (pi/2), which schedulers may round
+    up: s = sin t / (sin t + cos t)."""
+    sin, cos = torch.sin(angle.double()), torch.cos(angle.double()).clamp(min=0)
+    return sin / (sin + cos)
 
 
 class TimeMap:
@@ -116,6 +125,7 @@ class TimeMap:
 
 
 FLOWS = ("flow", "rising")
+ANGLES = 4097  # knots of the curve of angles; between them it is straight to 2e-8
 # (kind, prediction) pairs to try, in this order, if a scheduler's step differs from its config
 KNOWN = (
     ("flow", "flow"),
@@ -134,9 +144,11 @@ KNOWN = (
 class Coords:
     """Change of coordinates between a scheduler's latents and predictions and flow coordinates.
 
-    kind: "flow", "rising", "vp" or "ve". prediction: "flow" eps - x0, "backward" x0 - eps,
-    "epsilon", "sample" x0, "v_prediction".
+    kind: "flow", "rising", "vp", "ve" or "trig". prediction: "flow" eps - x0, "backward" x0 - eps,
+    "epsilon", "sample" x0, "v_prediction" a eps - b x0 for a^2 + b^2 = 1, "trigflow" d times that.
     """
+
+    data = 1.0  # d, the deviation of the data in the pipeline's units ("trig")
 
     def __init__(self, scheduler: Any) -> None:
         cfg = scheduler.config
@@ -144,12 +156,15 @@ class Coords:
         flow = cfg.get("use_flow_sigmas") or prediction.startswith("flow")
         flow = flow or "FlowMatch" in type(scheduler).__name__
         self.prediction = "flow" if flow else prediction
-        if self.prediction not in ("flow", "epsilon", "v_prediction", "sample"):
+        if self.prediction not in ("flow", "epsilon", "v_prediction", "sample", "trigflow"):
             raise UnreplayableError(
                 f"{type(scheduler).__name__} predicts {prediction!r}; known are flow, epsilon,"
-                " v_prediction, sample"
+                " v_prediction, sample, trigflow"
             )
-        self.kind = "flow" if flow else self._diffusion_kind(scheduler)
+        if self.prediction == "trigflow":
+            self.kind, self.data = "trig", float(cfg.get("sigma_data", 1.0))
+        else:
+            self.kind = "flow" if flow else self._diffusion_kind(scheduler)
         self._end = float(cfg.get("num_train_timesteps", 1000))
         self.time = self._curve(scheduler)
 
@@ -158,6 +173,9 @@ class Coords:
         ends = torch.tensor([0.0, 1.0])
         if self.kind == "flow":
             return TimeMap(ends, ends * self._end)
+        if self.kind == "trig":
+            angles = torch.linspace(0, math.pi / 2, ANGLES, dtype=torch.float64)
+            return TimeMap(_of_angle(angles), angles)
         if self.kind == "rising" or not hasattr(scheduler, "alphas_cumprod"):
             return TimeMap(ends, (1 - ends) * self._end)
         s = self._from_alphas(scheduler.alphas_cumprod)
@@ -242,7 +260,7 @@ class Coords:
         """Return a + b: the pipeline's latents are x' * scale(s)."""
         if self.kind in FLOWS:
             return torch.ones_like(s)
-        return 1 / radius(s) if self.kind == "vp" else 1 / (1 - s)
+        return 1 / (1 - s) if self.kind == "ve" else self.data / radius(s)
 
     def level(self, s: Tensor) -> Tensor:
         """Return the value of the scheduler's own `sigmas` at s; `_from_level` inverts it."""
@@ -269,6 +287,9 @@ class Coords:
     def sigmas_of(self, scheduler: Any, times: Tensor) -> Tensor:
         """Return (T+1,) fp64 flow sigmas of the run's model times (T,), in the pipeline's order,
         with the level after the last step."""
+        if self.kind == "trig":  # its last time is that of the data
+            first = place_of(scheduler, times[0])
+            return _of_angle(scheduler.timesteps.double().cpu()[first : first + times.numel() + 1])
         sigmas: Any = getattr(scheduler, "sigmas", None)
         whole = isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
         if self.kind in FLOWS or whole:
@@ -285,8 +306,8 @@ class Coords:
             return 1 / (1 - s), -1 / (1 - s)
         if self.prediction == "sample":
             return -1 / s, 1 / s
-        if self.prediction == "v_prediction":
-            return 1 / r2.sqrt(), (2 * s - 1) / r2
+        if self.prediction in ("v_prediction", "trigflow"):
+            return 1 / (self.data * r2.sqrt()), (2 * s - 1) / r2
         sign = -1 if self.prediction == "backward" else 1
         return sign * torch.ones_like(s), torch.zeros_like(s)
 

@@ -149,6 +149,9 @@ def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decod
         decoder.own = not same
         whole = before.scale.ndim == 0 or bool((before.scale != 0).all())
         if decoder.own and not whole and len(scale) == torch.Size(shape).numel():
+            on = (before.scale != 0).expand(len(scale))
+            if before.index is not None and not torch.equal(before.index[on], on.nonzero()[:, 0]):
+                raise UnreplayableError("decode: masked latents whose places another mask shows")
             before.index = None  # a mask of the prompt: latents keep their places
     return decoder
 

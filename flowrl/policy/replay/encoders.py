@@ -259,7 +259,9 @@ def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> t
 def _content(value: Any, where: str | None) -> Any:
     """Make a hashable that is equal for equal values; TypeError if there is none."""
     if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        # a copy, because the strides of an expanded tensor stay even where it is contiguous
+        raw = value.detach().cpu().flatten().clone(memory_format=torch.contiguous_format)
+        raw = raw.view(torch.uint8).numpy()
         digest = hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
         return ("tensor", tuple(value.shape), value.dtype, where or value.device, digest)
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
@@ -314,6 +316,6 @@ def _bytes(answer: Any) -> int:
 
 def _without_caches(answer: Any) -> Any:
     """Drop the keys and values for a next token from an answer; a pipeline does not use them."""
-    if not isinstance(answer, dict):
+    if not isinstance(answer, dict) or not any(isinstance(v, Cache) for v in answer.values()):
         return answer
     return type(answer)(**{k: v for k, v in answer.items() if not isinstance(v, Cache)})

@@ -31,6 +31,7 @@ class Guidance:
     total: float  # factor by which equal outputs are multiplied, +1 or -1
     cond: int  # index of the conditional branch
     entries: Tensor | None = None  # (K, *L) weights of the rule "entries"; None: another rule
+    alike: bool = False  # whether the network gets the same arguments in all branches
 
     def __call__(self, outs: list[Tensor], guidance: float | str) -> Tensor:
         """Combine the predictions of the branches, each (n, *L), to one (n, *L)."""
@@ -67,6 +68,11 @@ class Guidance:
                 f"guidance={g} needs an unconditional branch, and none was recorded; load the"
                 " policy with guidance on (guidance_scale > 1, or true_cfg_scale > 1 and"
                 " negative_prompt), or use guidance='pipeline' or 'none'"
+            )
+        if self.alike:
+            raise ValueError(
+                f"guidance={g} has no effect: without a negative prompt this pipeline gives all"
+                ' branches the same text; give its call negative_prompt="", or use guidance="none"'
             )
         if self.rule in ("pipeline", "entries") or len(self.weights) > 2:
             raise ValueError(

@@ -63,7 +63,10 @@ def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
     regimes = []
     for seg in segments:
         plans = [_call(i, seg, seen) for i in range(len(zero[seg[0]].calls))]
-        regimes.append(infer_regime(prober, plans, seg, steps, (rows, *shape)))
+        regime = infer_regime(prober, plans, seg, steps, (rows, *shape))
+        # a guider asks twice even where there is no negative prompt
+        regime.guidance.alike = _alike(zero[seg[0]])
+        regimes.append(regime)
     boundaries = _boundaries(runner, segments, times)
     name = type(runner.pipe).__name__
     return Replay(regimes, boundaries, coords, shape, name, alone=alone), steps
@@ -183,6 +186,17 @@ def _layout(slots: list[Slot], module: str) -> tuple[int, int]:
     return layouts.pop()
 
 
+def _alike(step: RecordedStep) -> bool:
+    """Whether an iteration calls one network several times, always with the same arguments."""
+    first, *others = step.calls
+    return bool(others) and all(
+        call.module == first.module
+        and call.args.keys() == first.args.keys()
+        and not differs(call.args, first.args)
+        for call in others
+    )
+
+
 def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
     """Infer where the latents lie in an argument, and how their scale follows sigma (in flow
     coordinates the scale is constant, or 1/r)."""
@@ -239,16 +253,16 @@ def _is_own(slot: Slot, slope: Tensor, i: int, j: int, seen: Evidence) -> bool:
     read = (one - zero).reshape(slot.map.blocks, -1, slot.map.scale.numel())[0, 0]
     if torch.equal(read != 0, slot.map.scale.to(read.device) != 0):
         return False
-    index, on = slot.map.index, slot.map.scale != 0
-    numel = torch.Size(seen.shape).numel()
-    if slot.map.scale.numel() != numel or (
-        index is not None and not torch.equal(index[on], torch.arange(numel)[on])
-    ):
+    # where a mask hides latents of one prompt, their places are known if all lie in a row
+    numel, places, on = torch.Size(seen.shape).numel(), torch.arange(len(read)), slot.map.scale != 0
+    index = places if slot.map.index is None else slot.map.index
+    offsets = (index - places)[on]
+    if not (offsets == offsets[0]).all():
         raise UnreplayableError(
             f"argument {name(slot.path)} reads other latents for other prompts, and it is not known"
             " where from"
         )
-    slot.map.index = None
+    slot.map.index = (places + offsets[0]).clamp(0, numel - 1)
     return True
 
 

@@ -175,6 +175,9 @@ def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine | None:
         found = solve(named, rows, entry, f"output of {plan.module}")
     except UnreplayableError:
         return None
+    index, last = found.index, torch.Size(entry).numel() - 1
+    if index is not None and index.max() == last and index.min() > 0:
+        plan.ending = last + 1
     return found if _selects(found) else None
 
 

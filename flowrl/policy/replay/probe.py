@@ -80,7 +80,10 @@ class StubbedRun:
                 "scheduler.step is called without a denoiser call before it, which cannot be"
                 " replayed"
             )
-        at = torch.as_tensor(time).detach().cpu().double().reshape(()).clone()
+        several = torch.as_tensor(time).detach().cpu().double().reshape(-1)  # one for each row
+        at = several[0].clone()
+        if not (several == at).all():
+            raise UnreplayableError("scheduler.step is given rows of several times in one call")
         seen = RecordedStep(list(self.calls), at, self.copied(sample), self.copied(prediction))
         self.calls.clear()
         j = len(self.done)

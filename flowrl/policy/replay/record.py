@@ -131,7 +131,8 @@ def denoisers_of(pipe: Any, hints: Mapping[str, Any]) -> dict[str, nn.Module]:
     own = type(pipe).__name__
     if getattr(pipe, "scheduler", None) is None:
         raise UnreplayableError(
-            f'{own} has no component named "scheduler", whose step ends each iteration'
+            f'{own} has no component named "scheduler", whose step ends each iteration; a loop that'
+            " moves its latents itself cannot be replayed"
         )
     parts = {k: v for k, v in pipe.components.items() if isinstance(v, nn.Module)}
     usual = [
@@ -179,6 +180,8 @@ class Runner:
         self.kwargs = {k: v for k, v in kwargs.items() if k not in self.always}
         self.undecorated = getattr(call, "__wrapped__", call)  # the call without its torch.no_grad
         self.denoisers = denoisers_of(pipe, hints)
+        # attention of the networks as it was given; empty once a loop has been seen to keep it
+        self.attention = {k: _attention(net) for k, net in self.denoisers.items()}
         encoding = encoding or Encoding()
         self.answers = Answers(encoding.cache)
         first = next(next(iter(self.denoisers.values())).parameters()).device
@@ -354,6 +357,7 @@ class Runner:
         def called(*of: Any) -> Any:
             # the loop has begun, where encoders see other arguments each time
             self.answers.paused = True
+            self._check_attention(of[0])
             return on_call(*of) if on_call else of[-1]()
 
         networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
@@ -367,6 +371,9 @@ class Runner:
             stack.enter_context(self.answers.of(encoders))
             stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
+            # what a pipeline draws without its generator is the same in every run, too
+            stack.enter_context(torch.random.fork_rng())
+            torch.manual_seed(0)
             named = {**self.kwargs, **self.always, **items[0].conditions}
             doing = doing or f"while a call with steps={steps} is recorded"
             stack.enter_context(blaming(self.pipe, named, doing))
@@ -374,6 +381,17 @@ class Runner:
                 return self.undecorated(self.pipe, **given)[0]
             except Halt:
                 return None
+
+    def _check_attention(self, name: str) -> None:
+        """UnreplayableError if the loop gives a network another attention than it has outside:
+        perturbed attention acts on branches of guidance by their places in the batch."""
+        if self.attention.get(name) not in (None, _attention(self.denoisers[name])):
+            raise UnreplayableError(
+                f"{type(self.pipe).__name__} changes the attention of its {name} for its loop"
+                " (perturbed attention guidance), which a replayed call cannot; use the pipeline"
+                " without it"
+            )
+        self.attention.pop(name, None)
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -396,6 +414,11 @@ class Runner:
             logging.set_verbosity(level)
             for k, v in extras.items():
                 setattr(pipe, k, v)
+
+
+def _attention(network: nn.Module) -> dict[str, Any]:
+    """Return the attention processors of a network of diffusers by name."""
+    return dict(getattr(network, "attn_processors", {}))
 
 
 def copied(value: Any) -> Any:

@@ -127,7 +127,8 @@ class Stepper:
         if self.skip:
             moved = given["sample"] if new is None else new
             as_tuple = given.get("return_dict") is False
-            return (moved,) if as_tuple else SimpleNamespace(prev_sample=moved)
+            both = {"prev_sample": moved, "pred_original_sample": moved}
+            return tuple(both.values()) if as_tuple else SimpleNamespace(**both)
         # call it in any case, so that step counters and multistep buffers stay valid
         result = real()
         as_tuple = isinstance(result, tuple) and type(result) is tuple
@@ -136,12 +137,19 @@ class Stepper:
         if new is None:
             return result
         if as_tuple:
-            return (new, *result[1:])
+            # where a run ends at the estimate of its clean latents, loops may decode that one
+            return (new, *(new if _is(other, moved) else other for other in result[1:]))
         result.prev_sample = new
         return result
 
 
 _TENSORS = ("model_output", "sample")
+
+
+def _is(other: Any, latents: Tensor) -> bool:
+    """Whether a further result of step is the latents once more."""
+    alike = isinstance(other, Tensor) and other.dtype == latents.dtype
+    return alike and torch.equal(other, latents)
 
 
 @contextlib.contextmanager

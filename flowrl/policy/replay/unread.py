@@ -58,7 +58,8 @@ def mapped(fn: Callable[[Path, Tensor], Tensor], value: Any, path: Path = ()) ->
     if isinstance(value, Tensor):
         return fn(path, value)
     if isinstance(value, dict):
-        return type(value)(**{k: mapped(fn, v, (*path, k)) for k, v in value.items()})
+        made = {k: mapped(fn, v, (*path, k)) for k, v in value.items()}
+        return made if type(value) is dict else type(value)(**made)
     if isinstance(value, list | tuple):
         return type(value)(mapped(fn, v, (*path, k)) for k, v in enumerate(value))
     own = getattr(value, "__dict__", {})
