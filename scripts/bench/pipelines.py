@@ -10,8 +10,10 @@ Each case of tests/helpers/zoo is loaded (its call is inferred), compared with t
 (self-check), asked for rows of its prompts, trained through (every LoRA matrix gets a gradient,
 decoding has one), sampled from, and trained for one iteration of flow_grpo and one of nft. A line
 each in the output, with the reason of the first part that fails; --resume runs the cases that have
-no line yet. Exit code 1 if one fails that is not known to. --page runs nothing: it writes the table
-of docs/models.md from the output of a complete run, and keeps that in docs/results/pipelines.jsonl.
+no line yet. Exit code 1 if one fails that is not known to. --page runs nothing: it writes tables of
+docs/models.md from the output of a complete run, and keeps that in docs/results/pipelines.jsonl;
+the second of them has the classes that diffusers exports and no case tries, each with its reason
+(tests/helpers/zoo/untried.yaml).
 --second: the same with two more sets of arguments for each case that passes
 (tests/helpers/zoo/second.py), without training. --far: a case that passes is put on the device of
 tests/helpers/far.py, which computes on the CPU and raises where an operator is given tensors of two
@@ -56,6 +58,7 @@ sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 import far  # noqa: E402
 from zoo import cases  # noqa: E402
 from zoo.case import PROMPTS, Case  # noqa: E402
+from zoo.exported import exported, unnamed, untried  # noqa: E402
 from zoo.second import SETS, changed, second  # noqa: E402
 
 LORA = {"rank": 2, "alpha": 2.0, "targets": None, "init": "gaussian"}
@@ -92,7 +95,7 @@ TEXT = 1e-4  # most that gradients of text encoders may differ, relative
 
 @flowrl.reward(scale="mean red minus mean of green and blue, in [-1, 1]")
 def redness(media, prompts, context=None):
-    red, green, blue = media.mean((-2, -1)).unbind(-1)
+    red, green, blue, *_ = media.mean((-2, -1)).unbind(-1)  # some have a fourth, alpha
     score = red - (green + blue) / 2
     return score if score.ndim == 1 else score.mean(1)
 
@@ -343,6 +346,21 @@ def page(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def untried_page(results: list[dict[str, Any]]) -> str:
+    """The table of docs/models.md of classes that no case tries, and how many there are of each
+    kind."""
+    tried = {r["pipeline"] for r in results if "pipeline" in r}
+    if said := unnamed(tried):
+        raise SystemExit(said)
+    lines = ["| not tried, because | classes |", "|---|---|"]
+    lines += [f"| {why} | {', '.join(sorted(names))} |" for why, names in untried().items()]
+    passing = {r["pipeline"] for r in results if r["failed"] is None} & exported()
+    refused = (tried & exported()) - passing
+    left = sum(map(len, untried().values()))
+    count = f"{len(passing)} pass, {len(refused)} are refused, and {left} were not tried"
+    return "\n".join([*lines, "", f"Of {len(exported())} exported classes {count}."])
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """Results that a run left, a line each."""
     return [json.loads(line) for line in path.read_text().splitlines()]
@@ -369,9 +387,16 @@ def write_page(results: list[dict[str, Any]], what: str) -> None:
     other = what == "second"
     kept = [{k: v for k, v in r.items() if not k.startswith("seconds/")} for r in results]
     (KEPT_SECOND if other else KEPT).write_text("".join(json.dumps(r) + "\n" for r in kept))
-    path, which = ROOT / "docs/models.md", " --second" if other else ""
-    begin, end = BEGIN.format(which), END.format(which)
-    made = (second_page if other else page)(results)
+    if other:
+        write_table(" --second", second_page(results))
+    else:
+        write_table("", page(results))
+        write_table(", not tried", untried_page(results))
+
+
+def write_table(which: str, made: str) -> None:
+    """Put a table between its marks in docs/models.md."""
+    path, begin, end = ROOT / "docs/models.md", BEGIN.format(which), END.format(which)
     before, _, rest = path.read_text().partition(begin)
     path.write_text(f"{before}{begin}\n\n{made}\n\n{end}{rest.partition(end)[2]}")
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import diffusers
 from tiny_parts import (
-    MEAN,
-    STD,
     clip_text,
     denoiser,
     image_vae,
@@ -25,7 +23,6 @@ from zoo.images_parts import (
     deep_vae,
     deep_video_vae,
     gemma_text,
-    glm_prior,
     hunyuan_vae,
     vision_processor,
     vision_text,
@@ -284,7 +281,7 @@ def longcat_image():
 
 
 # ---------------------------------------------------------------------------
-# Kandinsky 5, GLM-Image, Cosmos
+# Kandinsky 5, Cosmos
 
 
 def kandinsky5(kind: str, pictures: bool = False):
@@ -327,28 +324,6 @@ def kandinsky5_t2i():
 
 def kandinsky5_i2i():
     return kandinsky5("Kandinsky5I2IPipeline", pictures=True)
-
-
-def glm_image():
-    glyphs = tokenizer("t5")
-    processor, writer = glm_prior()
-    return diffusers.GlmImagePipeline(
-        tokenizer=glyphs,
-        processor=processor,
-        text_encoder=t5_text(glyphs),
-        vision_language_encoder=writer,
-        vae=deep_vae(4, latents_mean=MEAN, latents_std=STD),
-        transformer=denoiser(
-            "GlmImageTransformer2DModel",
-            in_channels=4,
-            out_channels=4,
-            text_embed_dim=16,
-            time_embed_dim=16,
-            condition_dim=8,
-            prior_vq_quantizer_codebook_size=32,
-        ),
-        scheduler=flow(base_shift=0.25, max_shift=0.75, time_shift_type="linear"),
-    )
 
 
 def cosmos2_t2i():
@@ -407,11 +382,6 @@ CASES: dict[str, Case] = {
     "longcat_image": Case(make=longcat_image, call={**SMALL, "enable_prompt_rewrite": False}),
     "kandinsky5_t2i": Case(make=kandinsky5_t2i, call=MEDIUM),
     "kandinsky5_i2i": Case(make=kandinsky5_i2i, call=MEDIUM, conditions=PICTURES_32),
-    "glm_image": Case(
-        refused="its prior tokens are sampled anew in each call",
-        make=glm_image,
-        call={**LARGE, "guidance_scale": 3.0},
-    ),
     "cosmos2_t2i": Case(
         make=cosmos2_t2i,
         call={**MEDIUM, "max_sequence_length": 12, "negative_prompt": "word"},

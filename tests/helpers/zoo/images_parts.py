@@ -92,50 +92,6 @@ def gemma_text(tok, seed: int = 22) -> nn.Module:
     return randomise(T5GemmaEncoder(config.encoder), seed)
 
 
-def glm_prior(width: int = 16, seed: int = 27):
-    """(processor, model) of GLM-Image: a language model that writes the ids of image tokens, all
-    below 32 and none of them an end. gain 2, for with less the 256 tokens of the preview that come
-    first wash the prompt out."""
-    tok = tokenizer("qwen", 2048)
-    marks = ["<|image|>", "<sop>", "<eop>", "<end>"]
-    tok.add_tokens(marks, special_tokens=True)
-    tok.image_token, tok.grid_bos_token, tok.grid_eos_token, _ = marks
-    start, image, end = tok.convert_tokens_to_ids([tok.bos_token, marks[0], marks[3]])
-    sizes = {"hidden_size": width, "intermediate_size": 32}
-    text = {
-        **sizes,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "vocab_size": len(tok),
-        "vision_vocab_size": 32,
-        "pad_token_id": tok.pad_token_id,
-        "eos_token_id": end,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [1, 1, 2],
-            "partial_rotary_factor": 1.0,
-        },
-    }
-    config = transformers.GlmImageConfig(
-        text_config=text,
-        vision_config={**sizes, "depth": 1, "num_heads": 2, "image_size": 32},
-        vq_config={"embed_dim": 8, "num_embeddings": 32, "latent_channels": width},
-        image_token_id=image,
-        image_start_token_id=start,
-        image_end_token_id=end,
-    )
-    template = (
-        "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<|image|>"
-        "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
-    )
-    processor = transformers.GlmImageProcessor(
-        transformers.GlmImageImageProcessor(), tok, chat_template=template
-    )
-    return processor, randomise(transformers.GlmImageForConditionalGeneration(config), seed, 2.0)
-
-
 # ---------------------------------------------------------------------------
 # VAEs and denoisers
 

@@ -6,15 +6,17 @@ guider holds.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import diffusers
 import tiny
 from diffusers import modular_pipelines
 
-from zoo import flows, images, modular_parts, unets, videos, wans
+from zoo import flows, images, modular_parts, newer, unets, videos, wans
 from zoo.case import Case
 
 # arguments whose place is the guider
@@ -43,6 +45,14 @@ def case(blocks: str, classic: Case, **changes: Any) -> Case:
     return Case(make=make, call={**call, **changes}, conditions=classic.conditions)
 
 
+def wan22_vace() -> Any:
+    """Two networks, each with a control."""
+    pipe = of("Wan22VaceBlocks", wans.wan_vace, transformer_2=wans.wan_vace().transformer)
+    pipe.update_components(boundary_ratio=0.9)
+    return pipe
+
+
+UNGUIDED = diffusers.ClassifierFreeGuidance(guidance_scale=1.0)
 USUAL = {
     name: Case(make=partial(tiny.pipeline, name), call=tiny.CALLS[name]) for name in tiny.NAMES
 }
@@ -83,4 +93,29 @@ CASES: dict[str, Case] = {
     ),
     "modular_ernie_image": Case(make=modular_parts.ernie_image, call=flows.SIZE),
     "modular_anima": Case(make=modular_parts.anima, call=flows.CHAT),
+    "modular_wan22_vace": dataclasses.replace(
+        case("Wan22VaceBlocks", wans.CASES["wan_vace"]), make=wan22_vace
+    ),
+    "modular_hyvideo15": dataclasses.replace(
+        case("HunyuanVideo15AutoBlocks", videos.CASES["hyvideo15_cfg"], negative_prompt="word"),
+        refused="a step of flow_grpo has no gradient there; the cause is not known",
+    ),
+    "modular_ideogram4": Case(
+        refused="it refuses the overlong prompt by which the length of texts is fixed",
+        make=modular_parts.ideogram4,
+        call={**flows.SIZE, "max_sequence_length": 64},
+    ),
+    "modular_qwenimage21": Case(
+        make=partial(of, "QwenImage21AutoBlocks", newer.qwenimage21),
+        call={"height": 64, "width": 64, "use_kv_cache": False, "negative_prompt": "a circle"},
+    ),
+    # without guidance, for the loop's own body runs in every call
+    "modular_helios": dataclasses.replace(
+        case("HeliosAutoBlocks", newer.CASES["helios"]),
+        make=partial(of, "HeliosAutoBlocks", newer.helios, guider=UNGUIDED),
+    ),
+    "modular_echo": Case(
+        refused="its loop has no scheduler: it moves the latents itself",
+        make=partial(modular_parts.assembled, "EchoBlocks"),
+    ),
 }

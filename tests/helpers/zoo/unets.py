@@ -418,7 +418,6 @@ CASES: dict[str, Case] = {
     "pixart_alpha": Case(make=pixart_alpha, call=CAPTION),
     "sana": Case(make=sana, call=SANA),
     "sana_sprint": Case(
-        refused="a consistency model: its scheduler predicts in trigonometric flow",
         make=sana_sprint,
         call={**SANA, "intermediate_timesteps": None},
     ),

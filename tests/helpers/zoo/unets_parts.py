@@ -20,8 +20,8 @@ def glm_tokenizer():
     class GlmTokenizer(transformers.PreTrainedTokenizerFast):
         def __call__(self, *args: Any, **kwargs: Any):
             out = super().__call__(*args, **kwargs)
-            seen = torch.as_tensor(out["attention_mask"])
-            out["position_ids"] = (seen.cumsum(-1) - 1).clamp(min=0)
+            if isinstance(seen := out["attention_mask"], torch.Tensor):
+                out["position_ids"] = (seen.cumsum(-1) - 1).clamp(min=0)
             return out
 
     return GlmTokenizer(
