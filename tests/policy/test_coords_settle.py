@@ -133,8 +133,8 @@ def test_a_scheduler_that_steps_otherwise_than_its_predictions_say_is_refused_by
     ("scheduler", "sentence"),
     [
         (
-            DDIMScheduler(**SD, prediction_type="trigflow"),
-            "DDIMScheduler predicts 'trigflow'; known are flow, epsilon, v_prediction, sample",
+            DDIMScheduler(**SD, prediction_type="score"),
+            "DDIMScheduler predicts 'score'; known are flow, epsilon, v_prediction, sample, trigflow",
         ),
         (
             SimpleNamespace(config={"prediction_type": "epsilon"}),

@@ -372,7 +372,7 @@ class Runner:
             stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
             # what a pipeline draws without its generator is the same in every run, too
-            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(torch.random.fork_rng(self._gpus()))
             torch.manual_seed(0)
             named = {**self.kwargs, **self.always, **items[0].conditions}
             doing = doing or f"while a call with steps={steps} is recorded"
@@ -381,6 +381,11 @@ class Runner:
                 return self.undecorated(self.pipe, **given)[0]
             except Halt:
                 return None
+
+    def _gpus(self) -> list[torch.device]:
+        """List the GPU on which the pipeline computes, if it is one of this machine."""
+        there = self.device.type == "cuda" and torch.cuda.is_available()
+        return [self.device] if there else []
 
     def _check_attention(self, name: str) -> None:
         """UnreplayableError if the loop gives a network another attention than it has outside:
