@@ -59,7 +59,7 @@ import far  # noqa: E402
 from zoo import cases  # noqa: E402
 from zoo.case import PROMPTS, Case  # noqa: E402
 from zoo.exported import exported, unnamed, untried  # noqa: E402
-from zoo.second import SETS, changed, second  # noqa: E402
+from zoo.second import REFUSED, SETS, changed, second  # noqa: E402
 
 LORA = {"rank": 2, "alpha": 2.0, "targets": None, "init": "gaussian"}
 SMALL = [
@@ -375,7 +375,7 @@ def second_page(results: list[dict[str, Any]]) -> str:
         cells = [
             f"{r['call']['latents']}, {max(r['errors'].values()):.0e}"
             if r["failed"] is None
-            else f"{r['failed']}: {r['why']}"
+            else REFUSED.get(r["name"], f"{r['failed']}: {r['why']}")
             for r in both
         ]
         lines.append("| " + " | ".join([both[0].get("pipeline", ""), name, *cells]) + " |")
@@ -477,7 +477,8 @@ def main() -> int:
     if args.what == "text":  # some cannot train their text encoders, and say so
         return int(any("GradientsDiffer" in r["why"] for r in failed))
     known = cases()
-    return int(any(not known[r["name"].partition("/")[0]].refused for r in failed))
+    refused = {name for name, case in known.items() if case.refused} | REFUSED.keys()
+    return int(any(r["name"] not in refused for r in failed))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,7 @@ def test_a_modular_folder_is_budgeted_as_the_classic_one(tmp_path):
     assert own.parts == classic.parts
     index["vae"][2]["pretrained_model_name_or_path"] = "somewhere/else"
     place.write_text(json.dumps(index))
-    with pytest.raises(
-        ValueError, match="somewhere/else/vae/config.json is missing, of"
-    ):
+    with pytest.raises(ValueError, match="somewhere/else/vae/config.json is missing, of"):
         read(str(tmp_path / "modular"))
 
 

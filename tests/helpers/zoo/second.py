@@ -29,6 +29,12 @@ FIXED: dict[str, tuple[str, ...]] = {
     "latte": ("video_length",),  # its network is made for one length
     "allegro": ("num_frames", *SIZE),  # its VAE takes tiles of 8 frames, its network one size
     "framepack": ("num_frames",),  # more frames are a second window, which is refused
+    "helios": ("num_frames",),  # more frames are a second chunk, which has a loop of its own
+    "nucleus": ("max_sequence_length",),  # a multiple of 8
+}
+# cases that are refused with other arguments, though they pass with their own
+REFUSED = {
+    "ltx2_i2v/wide": "with guidance, each token has a time in both branches",
 }
 
 

@@ -164,7 +164,6 @@ CASES: dict[str, Case] = {
         case("ChromaInpaintPipeline", FLOW["chroma"], *MASKED),
         refused="diffusers 0.42 itself fails: it reads a setting that Chroma does not have",
     ),
-    "flux2_klein_inpaint": case("Flux2KleinInpaintPipeline", FLOW["flux2_klein"], *MASKED),
     "flux2_klein_kv": case("Flux2KleinKVPipeline", FLOW["flux2_klein"]),
     "z_image_img2img": case("ZImageImg2ImgPipeline", FLOW["z_image"], *PICTURES),
     "z_image_inpaint": case("ZImageInpaintPipeline", FLOW["z_image"], *MASKED),
