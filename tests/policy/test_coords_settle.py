@@ -134,7 +134,8 @@ def test_a_scheduler_that_steps_otherwise_than_its_predictions_say_is_refused_by
     [
         (
             DDIMScheduler(**SD, prediction_type="score"),
-            "DDIMScheduler predicts 'score'; known are flow, epsilon, v_prediction, sample",
+            "DDIMScheduler predicts 'score'; known are flow, epsilon, v_prediction, sample,"
+            " trigflow",
         ),
         (
             SimpleNamespace(config={"prediction_type": "epsilon"}),
