@@ -94,10 +94,11 @@ FOURTH = {
     "mix_dppo": WINDOW,
 }
 # Media and pairs of own_data.py: no rollouts, and what its samples cost is part of the budget
-OWN = ["batch.prompts=64", "batch.group=1", "reward.shapes.weight=0"]
+BEST = ["data.offline=build/bench/best", "batch.prompts=64", "batch.group=1"]
+PAIRS = ["data.offline=build/bench/pairs.jsonl", "batch.prompts=32", "batch.group=2"]
 FIFTH = {
-    "sft": ["data.offline=build/bench/best", *OWN],
-    "dpo_pairs": ["data.offline=build/bench/pairs.jsonl", *OWN, *FORWARD],
+    "sft": [*BEST, "reward.shapes.weight=0"],
+    "dpo_pairs": [*PAIRS, "reward.shapes.weight=0", *FORWARD],
 }
 # A student of two specialists (the claims specialist_*), whose LoRAs algorithms.py keeps there
 SPECIALISTS = {
