@@ -117,7 +117,8 @@ def _conclude(run: Any, *, trained: bool = True, readable: bool = False) -> None
     if run.evaluation:
         show(terminal.evaluation_table(run.evaluation))
     if run.stopped:
-        show(f"Stopped after {run.metrics[-1]['iteration']} iterations: {run.stopped}.", wrap=True)
+        number = run.metrics[-1]["iteration"] if run.metrics else 0
+        show(f"Stopped after {number} iterations: {run.stopped}.", wrap=True)
     if run.peak:
         show(watch_page.sentence(run.peak), wrap=True)
     show(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", wrap=True)

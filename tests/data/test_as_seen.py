@@ -302,9 +302,10 @@ def test_the_version_of_the_reader_is_in_the_identity_where_it_matters(tmp_path,
     Image.fromarray(corners()).save(plain)
     assert identity.of_reader({}, [plain]) == {} and identity.of_reader({}, []) == {}
     now = {"reader": identity.of_reader({}, [plain, clear])}
-    said = identity.differences({"config": {}}, {"config": {}, **now}, tmp_path)
+    config = {"config": {"algorithm": {"name": "grpo"}}}
+    said = identity.differences(config, {**config, **now}, tmp_path)
     assert said == ["the reader of videos, transparency and colour profiles (absent -> 2)"]
-    assert identity.differences({"config": {}}, {"config": {}, "reader": {}}, tmp_path) == []
+    assert identity.differences(config, {**config, "reader": {}}, tmp_path) == []
     assert identity.differences(now, now, tmp_path) == []
     inside = PictureCell("a.parquet, row 1", "image", "1", tmp_path, dict)
     assert identity.of_reader({"prompts": [{"prompt": "x", "image": inside}]}, []) == now["reader"]

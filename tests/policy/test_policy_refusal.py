@@ -114,7 +114,7 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
             "flip",
             "argument sample: rows are ordered [1, 0, 1, 0], which is not blocks x rows x repeats",
         ),
-        ("add", "argument sample: it is not linear in the latents"),
+        ("add", "argument sample mixes latents and time"),
         (
             "drift",
             (
@@ -129,7 +129,7 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
                 " could be fitted"
             ),
         ),
-        ("edit", "argument sample: it is not linear in the latents"),
+        ("edit", "argument sample mixes latents and time"),
     ],
 )
 def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument(odd, sentence):
