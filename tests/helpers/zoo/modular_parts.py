@@ -26,9 +26,8 @@ def flow(**config: Any):
     return diffusers.FlowMatchEulerDiscreteScheduler(**{"shift": 3.0, **config})
 
 
-def qwen3_vision_text(tok, layers: int, seed: int = 31) -> nn.Module:
-    """A Qwen3-VL whose language model has many layers, all tiny, since some are picked by number;
-    no prompt uses its vision tower."""
+def qwen3_vl_config(tok, layers: int, **marks: int) -> Any:
+    """Sizes of a tiny Qwen3-VL. marks: ids of the tokens that stand for pictures."""
     vision = {
         "depth": 1,
         "hidden_size": 16,
@@ -39,8 +38,13 @@ def qwen3_vision_text(tok, layers: int, seed: int = 31) -> nn.Module:
         "deepstack_visual_indexes": [0],
     }
     text = {**DECODER, "num_hidden_layers": layers, "vocab_size": len(tok), "rope_scaling": ROPE}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
-    return randomise(transformers.Qwen3VLModel(config), seed)
+    return transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **marks)
+
+
+def qwen3_vision_text(tok, layers: int, seed: int = 31) -> nn.Module:
+    """A Qwen3-VL whose language model has many layers, all tiny, since some are picked by number;
+    no prompt uses its vision tower."""
+    return randomise(transformers.Qwen3VLModel(qwen3_vl_config(tok, layers)), seed)
 
 
 def krea2(blocks: str = "Krea2AutoBlocks"):

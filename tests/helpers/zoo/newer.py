@@ -9,9 +9,8 @@ import transformers
 from tiny_parts import MEAN, STD, qwen_vae, randomise
 
 from zoo.case import Case
-from zoo.flows import DECODER
 from zoo.images_parts import vision_tokenizer
-from zoo.modular_parts import ROPE, flow
+from zoo.modular_parts import flow, qwen3_vl_config
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -28,19 +27,7 @@ def qwen3_vl(layers: int = 2, seed: int = 81) -> dict[str, Any]:
     for name, mark in marks.items():
         setattr(tok, f"{name}_token", f"<|{mark}|>")
         setattr(tok, f"{name}_token_id", tok.convert_tokens_to_ids(f"<|{mark}|>"))
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 16,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    text = {**DECODER, "num_hidden_layers": layers, "vocab_size": len(tok), "rope_scaling": ROPE}
-    config = transformers.Qwen3VLConfig(
-        text_config=text, vision_config=vision, image_token_id=tok.image_token_id
-    )
+    config = qwen3_vl_config(tok, layers, image_token_id=tok.image_token_id)
     processor = transformers.Qwen3VLProcessor(
         image_processor=transformers.Qwen2VLImageProcessor(),
         tokenizer=tok,
