@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: its gradient by hand, what it equals, and a run on files."""
+"""Supervised fine-tuning: its gradient by hand, dropped prompts, and runs on files."""
 
 import json
 

@@ -6,13 +6,13 @@ import pytest
 import small
 import tiny
 import torch
-from test_mixed_gradients import ALONE, learner, term
 from torch import nn
 from torchvision.io import write_png
 from toy import ToyPolicy, gradient, in_fp64, prepared, roll_out
+from toy_learner import ALONE, learner, term
 
 import flowrl
-from flowrl.algorithms import crd, dpo, grpo, nft, raft, sft
+from flowrl.algorithms import crd, dpo, grpo, nft
 from flowrl.algorithms.common.data_anchor import DataAnchor, paired
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
@@ -75,38 +75,6 @@ def test_filters_of_the_method_leave_the_share_of_the_data_as_it_is(monkeypatch)
         found.append(gradient(policy.net) - alone)
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-9, atol=1e-12)
-
-
-def test_alone_it_is_supervised_fine_tuning():
-    class Sft(sft.SFT):
-        """Draws of levels and noise belong to a method's name."""
-
-    Sft.__name__ = "DataAnchor"
-    policy = ToyPolicy(0.3)
-    method = Sft(sft.SFTConfig(prompt_dropout=0))
-    data = media(method)
-    rows = method.columns(data, ones(data), seed=3, iteration=2)
-    own = DataAnchor(1.0).rows(data, seed=3, iteration=2)
-    assert torch.equal(own.sigma, rows.sigma) and torch.equal(own.noise_key, rows.noise_key)
-    found = []
-    for objective, columns in ((method, rows), (DataAnchor(1.0), own)):
-        learner(policy).gradient([term(objective, data, columns)])
-        found.append(gradient(policy.net).clone())
-    assert found[0].norm() > 1e-2 and torch.equal(found[0], found[1])
-
-
-def test_on_the_policys_own_samples_at_the_methods_levels_it_is_raft():
-    policy = ToyPolicy(0.3)
-    method = raft.ALGORITHM(raft.ALGORITHM.Config(top=8))
-    own = roll_out(ToyPolicy(0.1), method)
-    rows = method.columns(own, ones(own), seed=0, iteration=0)
-    rows = rows[rows.state.argsort()]
-    beside = paired(DataAnchor(1.0).rows(own, seed=0, iteration=0), rows, own.group)
-    losses = [
-        objective.loss(objective.score(policy, own, batch), batch).loss.item()
-        for objective, batch in ((method, rows), (DataAnchor(1.0), beside))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_rows_of_data_take_the_methods_levels_in_turn():

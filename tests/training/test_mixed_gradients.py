@@ -1,12 +1,12 @@
 """Rewards of mode=grad beside a method's own loss: one gradient, which is the sum of both."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import small
 import torch
 from toy import ToyPolicy, gradient, nearness, prepared
+from toy_learner import learner, term
 
 import flowrl
 from flowrl.algorithms.common.climb import Climb
@@ -16,43 +16,13 @@ from flowrl.config.load import load_config
 from flowrl.config.training import GradientConfig
 from flowrl.rewards import load_set, score
 from flowrl.rewards.core.rules import parse_rule, settings_of
-from flowrl.runtime.processes.world import World
 from flowrl.samplers import keys
-from flowrl.training.update import Learner, Term, weighted_means
+from flowrl.training.update import weighted_means
 from flowrl.types import Columns
-
-ALONE = World(
-    SimpleNamespace(
-        process_index=0,
-        num_processes=1,
-        is_main_process=True,
-        clip_grad_norm_=torch.nn.utils.clip_grad_norm_,
-    )
-)
 
 
 def climb(**settings):
     return Climb(GradientConfig(**settings))
-
-
-def learner(policy):
-    """What a Learner's gradient needs, around a toy policy."""
-    made = object.__new__(Learner)
-    policy.backward = torch.Tensor.backward
-    made.policy, made.world, made.micro = policy, ALONE, 7
-    made.cfg = SimpleNamespace(optimizer=SimpleNamespace(max_grad_norm=math.inf))
-    parameters = dict(policy.net.named_parameters())
-    made.weights = SimpleNamespace(
-        parameters=parameters,
-        optimizer=torch.optim.SGD(parameters.values()),
-    )
-    return made
-
-
-def term(objective, rollout, rows):
-    """The term of all rows, in one update."""
-    whole = Term(objective=objective, rows=rows, rollout=rollout, turns=torch.zeros(3).long())
-    return whole.part(0, ALONE)
 
 
 def climbed(policy, rollout, **settings):

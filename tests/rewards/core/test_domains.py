@@ -154,18 +154,6 @@ def test_a_climbed_reward_has_no_gradient_in_other_domains():
 
 
 @pytest.mark.parametrize("options", STATISTICS)
-def test_one_domain_is_as_without_domains_bit_for_bit(options):
-    rules = {"x": {}, "y": {"weight": 0.5}}
-    plain = scored(VALUES, ["a"] * 8, **rules)
-    one = scored(VALUES, ["a"] * 8, x={"domains": ["a"]}, y={"weight": 0.5, "domains": ["a"]})
-    assert plain.domain is None and one.domain == ["a"] * 8
-    assert torch.equal(plain.total, one.total)
-    assert torch.equal(advantages(plain, **options), advantages(one, **options))
-    before, after = reward_metrics(plain), reward_metrics(one)
-    assert before == {k: after[k] for k in before} and {*after} - {*before} == {"reward/total/a"}
-
-
-@pytest.mark.parametrize("options", STATISTICS)
 def test_domains_with_the_same_rewards_are_one_but_for_global_statistics(options):
     rules = {"x": {}, "y": {"weight": 0.5}}
     one = scored(VALUES, DOMAINS, **rules)
