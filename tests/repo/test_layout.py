@@ -32,7 +32,7 @@ FLOORS = [
     {"config"},
     {"rewards", "report"},
     {"algorithms", "data"},
-    {"policy", "samplers", "shapes"},
+    {"policy", "samplers", "scenes", "shapes"},
     {"runtime", "advantages"},
     {"types", "configs"},
 ]
@@ -273,13 +273,21 @@ def test_the_wheel_carries_every_module_config_template_and_weight(tmp_path):
     }
     expected |= {
         p.relative_to(ROOT).as_posix()
-        for pattern in ("shapes/weights/**/*", "report/templates/*", "data/*.jsonl")
+        for pattern in (
+            "shapes/weights/**/*",
+            "scenes/stickers/*.png",
+            "scenes/stickers/NOTICE",
+            "report/templates/*",
+            "data/*.jsonl",
+        )
         for p in (ROOT / "flowrl").glob(pattern)
         if p.is_file()
     }
     assert expected >= {
         "flowrl/configs/model/shapes-sd3.yaml",
         "flowrl/shapes/weights/LICENSE",
+        "flowrl/scenes/stickers/NOTICE",
+        "flowrl/scenes/stickers/sprites.png",
         "flowrl/report/templates/style.css",
         "flowrl/data/everyday.jsonl",
     }

@@ -1,0 +1,141 @@
+"""The world of stickers: recognisable objects on a plain background, 64x64 px, and its renderer.
+
+A scene is a few objects that do not touch. Coordinates are pixels, x to the right, y downwards. An
+object fills a square tile whose side is its size; whichever of width and height is the longer one
+reaches from side to side. The pictures are Noto Emoji's (NOTICE beside this file), drawn once at
+56 px a tile by scripts/embedded/draw_stickers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+SHEET = Path(__file__).with_name("sprites.png")  # OBJECTS in rows of COLUMNS tiles, RGBA
+TILE, COLUMNS = 56, 8  # px, side of a tile of the sheet; tiles in a row
+PIXELS = 64
+SIZES = range(18, 29)  # px, sides that an object can have
+MARGIN = 2  # px, least distance of a tile from the edge of the picture
+GAP = 4  # px, least distance between two tiles, along x or along y
+DRAWS = 128  # layouts that are drawn at once, of which the first that fits is taken
+
+# fmt: off
+OBJECTS = (
+    "octopus", "cat", "dog", "frog", "panda", "fox", "ladybug", "turtle",
+    "whale", "crab", "butterfly", "penguin", "unicorn", "ghost", "robot", "rocket",
+    "taco", "pizza", "apple", "strawberry", "watermelon", "avocado", "mushroom", "cake",
+    "doughnut", "car", "bus", "sailboat", "balloon", "umbrella", "cactus", "sunflower",
+)
+# fmt: on
+BACKGROUNDS: dict[str, tuple[float, float, float]] = {
+    "white": (1.0, 1.0, 1.0),
+    "blue": (0.36, 0.58, 0.94),
+    "green": (0.55, 0.84, 0.64),
+    "yellow": (0.98, 0.87, 0.45),
+    "pink": (0.98, 0.72, 0.82),
+    "purple": (0.62, 0.50, 0.85),
+}
+RELATIONS: dict[str, tuple[int, int]] = {
+    "left of": (-1, 0),
+    "right of": (1, 0),
+    "above": (0, -1),
+    "below": (0, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sticker:
+    """One drawn object."""
+
+    name: str  # a name of OBJECTS
+    x: float  # px, horizontal place of the tile's centre
+    y: float  # px, vertical place of the tile's centre
+    size: int  # px, side of the tile, one of SIZES
+
+    @property
+    def corner(self) -> tuple[int, int]:
+        """Pixel (x, y) at the upper left of the tile; a centre between pixels is rounded."""
+        half = self.size / 2
+        return round(self.x - half), round(self.y - half)
+
+
+@dataclass(frozen=True, slots=True)
+class StickerScene:
+    """Objects that do not touch on a background of one colour."""
+
+    objects: tuple[Sticker, ...]  # one to four, in the order in which a prompt names them
+    background: str = "white"  # a name of BACKGROUNDS
+
+
+@cache
+def _sheet() -> Tensor:
+    """The sprites, (N, 4, 56, 56) fp32: colour times alpha, and alpha, in [0, 1]."""
+    with Image.open(SHEET) as image:
+        sheet = torch.from_numpy(np.array(image.convert("RGBA"))).float() / 255
+    rows = sheet.reshape(-1, TILE, COLUMNS, TILE, 4)
+    tiles = rows.permute(0, 2, 4, 1, 3).reshape(-1, 4, TILE, TILE)
+    return torch.cat([tiles[:, :3] * tiles[:, 3:], tiles[:, 3:]], 1)
+
+
+@cache
+def sprites(size: int) -> Tensor:
+    """Every object at a size -> (N, 4, size, size) fp32: colour times alpha, and alpha.
+
+    A pixel is the mean of the area of the sheet that it covers.
+    """
+    edges = torch.arange(size + 1, dtype=torch.float64) * TILE / size
+    pixel = torch.arange(TILE, dtype=torch.float64)
+    low = torch.maximum(edges[:-1, None], pixel)
+    high = torch.minimum(edges[1:, None], pixel + 1)
+    share = ((high - low).clamp_min(0) * size / TILE).float()  # (size, 56), rows sum to 1
+    return share @ _sheet() @ share.T
+
+
+def render(scene: StickerScene) -> Tensor:
+    """Draw a scene -> (3, 64, 64) fp32 in [0, 1]; what lies outside the picture is cut off."""
+    image = torch.tensor(BACKGROUNDS[scene.background])[:, None, None].repeat(1, PIXELS, PIXELS)
+    for sticker in scene.objects:
+        left, top = sticker.corner
+        sprite = sprites(sticker.size)[OBJECTS.index(sticker.name)]
+        x, y = max(left, 0), max(top, 0)
+        sprite = sprite[:, y - top : PIXELS - top, x - left : PIXELS - left]
+        seen = image[:, y : y + sprite.shape[1], x : x + sprite.shape[2]]
+        seen.mul_(1 - sprite[3]).add_(sprite[:3])
+    return image.clamp_(0, 1)
+
+
+def place(
+    names: Sequence[str], generator: torch.Generator, relation: str | None = None
+) -> tuple[Sticker, ...]:
+    """Draw sizes and places for one to four objects; `relation` holds between the first two, within
+    45 degrees. Of three objects each is at most 24 px, of four 22 px."""
+    count = len(names)
+    largest = {3: 24, 4: 22}.get(count, SIZES[-1])
+    while True:
+        u = torch.rand(DRAWS, count, 3, generator=generator)
+        size = SIZES[0] + (u[..., 0] * (largest - SIZES[0] + 1)).long()  # (DRAWS, count)
+        corner = MARGIN + (u[..., 1:] * (PIXELS - 2 * MARGIN - size + 1)[..., None]).long()
+        center = corner + size[..., None] / 2
+        apart = (center[:, :, None] - center[:, None]).abs().amax(-1)
+        touching = apart < GAP + (size[:, :, None] + size[:, None]) / 2
+        fits = touching.sum((1, 2)) == count  # an object touches itself alone
+        if relation is not None:
+            fits &= _holds(relation, center[:, 0] - center[:, 1])
+        if fits.any():
+            first = int(fits.int().argmax())
+            each = zip(names, center[first].tolist(), size[first].tolist(), strict=True)
+            return tuple(Sticker(name, x, y, side) for name, (x, y), side in each)
+
+
+def _holds(relation: str, offset: Tensor) -> Tensor:
+    """Whether offsets (..., 2) point within 45 degrees of a relation's direction."""
+    direction = torch.tensor(RELATIONS[relation], dtype=offset.dtype)
+    along = offset @ direction
+    return along > (offset - along[..., None] * direction).abs().amax(-1)
