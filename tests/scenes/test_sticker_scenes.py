@@ -76,7 +76,7 @@ def test_objects_of_a_scene_lie_inside_and_do_not_touch(count):
             assert o.x == x + o.size / 2 and o.y == y + o.size / 2
         for a, b in combinations(placed, 2):
             assert max(abs(a.x - b.x), abs(a.y - b.y)) >= GAP + (a.size + b.size) / 2
-    assert sizes == set(range(18, {3: 25, 4: 23}.get(count, SIZES[-1] + 1)))
+    assert sizes == set(range(18, {2: 27, 3: 25, 4: 23}.get(count, SIZES[-1] + 1)))
 
 
 @pytest.mark.parametrize("relation", RELATIONS)

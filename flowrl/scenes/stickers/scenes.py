@@ -23,7 +23,7 @@ TILE, COLUMNS = 56, 8  # px, side of a tile of the sheet; tiles in a row
 PIXELS = 64
 SIZES = range(18, 29)  # px, sides that an object can have
 MARGIN = 2  # px, least distance of a tile from the edge of the picture
-GAP = 4  # px, least distance between two tiles, along x or along y
+GAP = 6  # px, least distance between two tiles, along x or along y
 DRAWS = 128  # layouts that are drawn at once, of which the first that fits is taken
 
 # fmt: off
@@ -34,13 +34,14 @@ OBJECTS = (
     "doughnut", "car", "bus", "sailboat", "balloon", "umbrella", "cactus", "sunflower",
 )
 # fmt: on
+# Pastels on which every object stands out.
 BACKGROUNDS: dict[str, tuple[float, float, float]] = {
     "white": (1.0, 1.0, 1.0),
-    "blue": (0.36, 0.58, 0.94),
-    "green": (0.55, 0.84, 0.64),
-    "yellow": (0.98, 0.87, 0.45),
-    "pink": (0.98, 0.72, 0.82),
-    "purple": (0.62, 0.50, 0.85),
+    "blue": (0.62, 0.85, 1.00),
+    "green": (0.50, 0.88, 0.55),
+    "yellow": (1.00, 0.94, 0.55),
+    "pink": (1.00, 0.74, 0.88),
+    "purple": (0.80, 0.64, 0.96),
 }
 RELATIONS: dict[str, tuple[int, int]] = {
     "left of": (-1, 0),
@@ -115,9 +116,9 @@ def place(
     names: Sequence[str], generator: torch.Generator, relation: str | None = None
 ) -> tuple[Sticker, ...]:
     """Draw sizes and places for one to four objects; `relation` holds between the first two, within
-    45 degrees. Of three objects each is at most 24 px, of four 22 px."""
+    45 degrees. Two objects are at most 26 px each, three 24 px, four 22 px."""
     count = len(names)
-    largest = {3: 24, 4: 22}.get(count, SIZES[-1])
+    largest = {2: 26, 3: 24, 4: 22}.get(count, SIZES[-1])
     while True:
         u = torch.rand(DRAWS, count, 3, generator=generator)
         size = SIZES[0] + (u[..., 0] * (largest - SIZES[0] + 1)).long()  # (DRAWS, count)
