@@ -44,11 +44,12 @@ def budget(
 
             log.hush()
             where = roofline.device(device).over(machines, gpus)
-            found = fit.fit(Planner(cfg, where, gpus=gpus))
-        if not as_json(fit.record(found), json_):
+            planner = Planner(cfg, where, gpus=gpus)
+            found, start = fit.fit(planner), planner.start()
+        if not as_json(fit.record(found, start), json_):
             if said := fit.verdict(found):
                 show(f"{said}\n", wrap=True)
-            for table in tables(found, cfg):
+            for table in (*tables(found, cfg), started(start)):
                 show(table)
             # a table would cut these where a terminal is narrow
             for card, free in fit.CARDS.items():
@@ -58,6 +59,22 @@ def budget(
                 show(f"Note: {note}.", wrap=True)
         if found.fits is False:
             raise typer.Exit(1)
+
+
+def started(start: Any) -> Any:
+    """A run's start as a table: what its parts compute before the first iteration."""
+    from rich.table import Table
+
+    from flowrl.training.budget.start import Work
+
+    table = Table(title="Start: before the first iteration, without rewards")
+    for name in ("part", "network rows", "texts encoded", "media decoded", "seconds"):
+        table.add_column(name, justify="left" if name == "part" else "right")
+    for name, work in {**start, "total": sum(start.values(), Work())}.items():
+        counts = (f"{n:,}" if n else "" for n in (work.rows, work.encodes, work.decodes))
+        style = "bold" if name == "total" else None
+        table.add_row(name, *counts, f"{work.seconds:.3g}", style=style)
+    return table
 
 
 def tables(found: Any, cfg: Any) -> list[Any]:

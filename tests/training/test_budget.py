@@ -378,6 +378,10 @@ def test_the_command_prints_json_whose_keys_stay():
     assert "rehearse two iterations" in done.stderr
     assert set(found) == set(KEYS.split())
     assert set(found["phases"]["update"]) == set(PHASE.split())
+    assert set(found["start"]["self-check"]) == {"rows", "encodes", "decodes", "seconds"}
+    assert [*found["start"]][:2] == ["loading", "probing"] and found["start"]["probing"][
+        "rows"
+    ] == 4
     assert set(found["cards"]) == {"24", "40", "80", "141"} and found["cards"]["24"]["fits"]
     assert set(found["rows"]) == {"nfe/rollout", "nfe/reference", "nfe/update", "policy/rows"}
     assert "modelled" in found["basis"]
@@ -390,7 +394,7 @@ WORDS = ["model=shapes-sd3", "algorithm=nft", "data=shapes", f"reward={RED}:red"
 PHASE = "gb above_gb seconds flops rows ledger"
 KEYS = (
     "model pipeline architecture device gpus basis samples parameters gb phases rows run"
-    " first_iteration all_reduce seconds flops utilisation cards notes fits card_gb"
+    " first_iteration start all_reduce seconds flops utilisation cards notes fits card_gb"
 )
 
 
@@ -409,6 +413,7 @@ def test_a_run_that_does_not_fit_is_said_first_and_has_exit_code_1(planner, monk
     assert done.exit_code == 1 and done.stdout.splitlines()[0] == first
     assert f"To fit 7 GB, add {settings}" in done.stdout.splitlines()
     # the hours are those of the device that was asked for
+    assert "Start: before the first iteration" in done.stdout
     assert "h:min on h100" in done.stdout and "changed, see below" in done.stdout
     monkeypatch.setattr(fit, "fit", lambda _: fit.Fit(steps=found.steps[:1]))
     assert "GB; no settings of a config make it fit" in cli(*WORDS).stdout

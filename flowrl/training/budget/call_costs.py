@@ -50,6 +50,7 @@ class Costs:
     def __init__(self, policy: ModelledPolicy, device: Device, *, low: torch.dtype | None) -> None:
         self.policy, self.device, self.low = policy, device, low
         self.known: dict[tuple[PolicyCall, Any], tuple[Cost, Cost]] = {}
+        self.answers = 0  # bytes of encoders' answers to a prompt; known once one was encoded
         for weight in policy.trainable.named().values():
             # the gradient exists already: micro-batches add to it
             weight.grad = torch.empty_like(weight)
@@ -144,6 +145,7 @@ class Costs:
         with meter, Attention(self.low, cuda=self.device.cuda):
             answers = self.policy.encode_one()
         one = booked(meter)
+        self.answers = sum(answer.nbytes for answer in answers)
         sizes = [prompts * answer.nbytes for answer in answers]
         joined, kept = max(sizes, default=0), min(sum(sizes), LARGEST)
         # on a CPU, host memory and device memory are the same

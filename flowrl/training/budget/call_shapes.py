@@ -65,6 +65,8 @@ class CallShapes:
     axes: tuple[int, ...] = (0, 1, 2)  # axis of image for each axis of media
     shifted: bool = True  # a constant is added to latents before the VAE
     time_dtype: torch.dtype | None = FP32  # dtype of the time argument; None: the networks'
+    longest: bool = False  # texts of a call have the length of its longest one
+    negative: bool = True  # guidance's other branch has a text of its own, which is encoded
 
 
 @dataclass(slots=True)
@@ -276,6 +278,7 @@ def _qwen(of: _PipelineCall) -> CallShapes:
         encoders=(Encoder(part="text_encoder", tokens=length + TEMPLATE_QWEN, hidden_states=True),),
         rule="norm" if guided else "linear",
         time_dtype=None,
+        longest=True,
         **_guidance(guided, cond=0),
         **sizes,
     )
@@ -327,6 +330,7 @@ def _unet(of: _PipelineCall) -> CallShapes:
         encoders=tuple(Encoder(part=part, tokens=clip, hidden_states=xl) for part in parts),
         prediction="epsilon",
         shifted=False,
+        negative=not xl or of.call.get("negative_prompt") is not None,  # else SDXL's is zeros
         **_guidance(guided, cond=1),
         **_image(of, scale, of.net["sample_size"] * scale),
     )

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.processes.launcher import is_main, launched
 from flowrl.training.budget.planner import UNKNOWN, Budget, Planner
 from flowrl.training.budget.roofline import GIB, Device, of_cuda
+from flowrl.training.budget.start import Work
 from flowrl.training.budget.whole_run import hours
 
 # size of a card in gigabytes -> GiB that programs find free on it
@@ -82,8 +83,8 @@ def shortage(planner: Planner, budget: Budget, cards: tuple[float, ...]) -> Shor
     )
 
 
-def record(found: Fit) -> dict[str, Any]:
-    """Write a fit as JSON: see docs/budget.md for its keys."""
+def record(found: Fit, start: dict[str, Work]) -> dict[str, Any]:
+    """Write a fit, and the work of the run's start, as JSON: see docs/budget.md for its keys."""
     b = found.own
     return {
         "model": b.model,
@@ -115,6 +116,7 @@ def record(found: Fit) -> dict[str, Any]:
         },
         "rows": b.rows,
         "first_iteration": b.first,
+        "start": {name: asdict(work) for name, work in start.items()},
         "all_reduce": b.reduced,
         "seconds": b.seconds,
         "run": b.run,

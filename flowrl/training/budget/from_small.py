@@ -15,7 +15,7 @@ from flowrl.config.schema import Config
 from flowrl.training.budget.call_shapes import CallShapes
 from flowrl.training.budget.line import at, on_line
 from flowrl.training.budget.phases import PHASES, Phase
-from flowrl.training.budget.rehearsal import WINNERS, Event, Rehearsal, Rehearsed
+from flowrl.training.budget.rehearsal import WINNERS, Event, PolicyCall, Rehearsal, Rehearsed
 
 EXACT = 1 << 21  # most numbers in all latents of an iteration that is rehearsed at full size
 ENOUGH = 40  # fewest samples of a rehearsal from which larger ones are extrapolated
@@ -97,6 +97,14 @@ def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
         events=at_size(small.events, large.events, sizes, numbers),
         states=large.states * (numbers / sizes[1]),
     )
+
+
+def tried(cfg: Config, shapes: CallShapes) -> list[PolicyCall]:
+    """List the policy's calls in the trial of a run's rewards; none depends on a size."""
+    latent = smaller(shapes.latent, SMALL[0])
+    factor = torch.Size(latent).numel() / torch.Size(shapes.latent).numel()
+    with _one_thread():
+        return Rehearsal(cfg, shapes, latent, _media(shapes, factor)).trial()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from flowrl.training.budget.modelled import ModelledPolicy
 from flowrl.training.budget.phases import Phase, simulated
 from flowrl.training.budget.rehearsal import WINNERS, PolicyCall, Rehearsed
 from flowrl.training.budget.roofline import GIB, Device
+from flowrl.training.budget.start import Start, Work
 from flowrl.training.budget.weight_costs import (
     WeightCosts,
     encoders_size,
@@ -216,6 +217,12 @@ class Planner:
             parameters={"network": self.parameters, "trained": self._numbers},
             notes=_notes(cfg, self.device, self.scorers),
         )
+
+    def start(self) -> dict[str, Work]:
+        """Return the work before the first iteration of the config's run, by its parts."""
+        weights = weight_costs(self.cfg, self.policy, self.gpus)
+        parts = Start(self.cfg, self.costs, weights, self.gpus)
+        return parts.all(loading(self.policy, self.rewards + self.features))
 
     @cached_property
     def _numbers(self) -> int:

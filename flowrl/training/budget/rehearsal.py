@@ -49,6 +49,7 @@ from flowrl.training.records import RunParts
 from flowrl.training.setup import set_up
 from flowrl.training.update import Learner
 from flowrl.training.watch.guards import Guards
+from flowrl.training.watch.reward_trial import first_samples
 from flowrl.training.watch.watch import Watch
 from flowrl.types import Plan, Rollout
 
@@ -358,6 +359,12 @@ class Rehearsal(Trainer):
             events=self.ledger.notes,
             states=states.numel() * states.element_size(),
         )
+
+    def trial(self) -> list[PolicyCall]:
+        """Make the samples on which a start tries the rewards -> the policy's calls."""
+        self.ledger.begin()
+        first_samples(self.parts, self.ledger)
+        return [event.call for event in self.ledger.notes if event.call]
 
 
 def counts(metrics: dict[str, float]) -> dict[str, int]:

@@ -34,12 +34,23 @@ def guidances(cfg: Config) -> list[float | str]:
     return [*[e.guidance] * (e.at_start + between + 1), *guided]
 
 
+def images_of(cfg: Config, gpus: int) -> int:
+    """Return the number of media that a process makes in an evaluation."""
+    return math.ceil(cfg.eval.images / gpus)
+
+
+def networks(cfg: Config) -> int:
+    """Return how often an evaluation asks the network about a medium, each time for all branches of
+    guidance."""
+    return cfg.eval.steps * (1 if cfg.eval.rlg == 1 else 2)  # the reference answers, too
+
+
 def evaluation(
     cfg: Config, guidance: float | str, costs: Costs, weights: WeightCosts, gpus: int
 ) -> float:
     """Return the seconds of the network and the decoder in one evaluation."""
-    e, device, branches = cfg.eval, costs.device, costs.policy.branches(guidance)
-    images = math.ceil(e.images / gpus)
+    device, branches = costs.device, costs.policy.branches(guidance)
+    images = images_of(cfg, gpus)
     states = min(images, costs.policy.states(cfg.batch.micro, guidance))
     call = PolicyCall(
         what="velocity",
@@ -50,8 +61,7 @@ def evaluation(
     step = weights.paid(costs.of(call, cfg)[0], device, 1.0, backward=False)
     decoded = min(images, cfg.batch.decode)
     decode = costs.of(PolicyCall(what="decode", rows=decoded), cfg)[0]
-    networks = e.steps * (1 if e.rlg == 1 else 2)  # the reference's answer doubles the calls
-    sampled = images / states * networks * device.call(step.seconds, step.operators)
+    sampled = images / states * networks(cfg) * device.call(step.seconds, step.operators)
     return sampled + images / decoded * device.call(decode.seconds, decode.operators)
 
 
