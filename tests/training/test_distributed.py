@@ -40,6 +40,18 @@ RUNS = {
     },
     # two trajectories of a prompt, each with its four completions
     "dense_grpo": {**RUN, "batch__group": "8", "data__eval": "null"},
+    # the second update leaves out steps that have moved too far
+    "flow_dppo": {
+        **RUN,
+        "batch__prompts": "4",
+        "batch__updates": "2",
+        "optimizer__lr": "0.03",
+        "algorithm__window__size": "1",
+        "algorithm__window__high": "2",
+        "data__eval": "null",
+    },
+    # two anchors of a group, each compared with all of its members
+    "neighbor_grpo": {**RUN, "algorithm__anchors": "2", "data__eval": "null"},
     # every group counts as flat, so that each process adds a fresh prompt of its own; the second
     # iteration trains groups of the first again
     "dgpo": {
@@ -75,7 +87,7 @@ MIXED = {
     "guard__check_rewards": "false",
 }
 SIGNALLED = {**RUNS["flow_grpo"], "iterations": "5", "checkpoint__every": "50"}
-for method in ("dgpo", "dense_grpo", "opd", "sft", "dpo"):
+for method in RUNS:
     small.ALGORITHMS.setdefault(method, {})
 
 
@@ -163,7 +175,7 @@ def signalled(media, *_):
 
 
 def train_all(folder):
-    """In each of two processes: ten runs, the last one through the command line, and what they
+    """In each of two processes: twelve runs, the last one through the command line, and what they
     print in a file."""
     signals.GRACE = 900
     runs = [
@@ -215,6 +227,7 @@ def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
         total = mine.get("reward/total")
         assert (total is None) == (algorithm in ("sft", "dpo"))
         assert theirs.get("reward/total") == pytest.approx(total, abs=1e-6)
+    assert algorithm != "flow_dppo" or small.lines(one.path)[0]["trust/dropped_good"] > 0
     if algorithm == "nft":
         assert small.values(two / algorithm, "after")["spread"] == pytest.approx(
             small.values(one.path, "after")["spread"], abs=1e-5
