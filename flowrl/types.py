@@ -299,12 +299,16 @@ class Advantages:
     kl_gate: Tensor | None = None
 
 
+LARGEST = "_max"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
     """Sums over the rows given; the caller divides them by the weight of the update."""
 
     loss: Tensor  # () sum that the optimizer minimises
-    metrics: dict[str, Tensor]  # name -> () detached sum
+    # name -> () detached sum; where the name ends in LARGEST, the largest value of a row
+    metrics: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)

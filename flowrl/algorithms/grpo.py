@@ -226,7 +226,10 @@ class GRPO(transitions.TransitionMethod):
         }
         if c.kl_weight:
             term = base.plus_kl(term, scores, metrics, c.kl_weight)
-        return base.summed(term, metrics, batch)
+        out = base.summed(term, metrics, batch)
+        if trust:
+            out.metrics["trust/divergence_max"] = trust["trust/divergence"].detach().max()
+        return out
 
     def trusted(
         self, log_ratio: Tensor, moved: Tensor, adv: Tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm, VelocityField, checked_loss
 from flowrl.training import two_pass
-from flowrl.types import Columns, Rollout
+from flowrl.types import LARGEST, Columns, Rollout
 
 
 def accumulate(
@@ -41,7 +41,8 @@ def accumulate(
         out = checked_loss(algorithm, algorithm.score(policy, rollout, part), part)
         backward(out.loss / total_weight)
         for name, value in out.metrics.items():
-            metrics[name] = metrics.get(name, 0) + value
+            join = torch.maximum if name.endswith(LARGEST) else torch.add
+            metrics[name] = join(metrics[name], value) if name in metrics else value
     return metrics
 
 

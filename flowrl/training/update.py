@@ -25,7 +25,7 @@ from flowrl.runtime.processes.world import World
 from flowrl.training import gradient
 from flowrl.training.records import RunParts
 from flowrl.training.watch.nonfinite import given_up, write_out
-from flowrl.types import Columns, Plan, Rollout
+from flowrl.types import LARGEST, Columns, Plan, Rollout
 
 
 class Learner:
@@ -188,12 +188,15 @@ def data_terms(
 
 def weighted_means(summed: Iterable[tuple[dict[str, float], float]]) -> dict[str, float]:
     """Average metrics of several updates, each over the rows of its term. summed: for each term of
-    each update its metrics, summed over rows, and the weight of these rows."""
+    each update its metrics, summed over rows, and the weight of these rows. Of largest values the
+    largest is kept."""
     sums: dict[str, tuple[float, float]] = {}  # name -> (sum, weight)
     for metrics, weight in summed:
         for name, value in metrics.items():
             total, before = sums.get(name, (0.0, 0.0))
             sums[name] = total + value, before + weight
+            if name.endswith(LARGEST):
+                sums[name] = max(total, value) if before else value, 1.0
     return {name: total / weight for name, (total, weight) in sums.items()}
 
 

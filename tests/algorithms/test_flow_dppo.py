@@ -12,6 +12,7 @@ from flowrl.algorithms.grpo import ALGORITHM
 from flowrl.config.facts import of_config
 from flowrl.config.load import load_config
 from flowrl.samplers import flow_sde
+from flowrl.training.gradient import accumulate
 from flowrl.types import Columns
 
 SDES = {"flow_sde": 0.7, "dance_sde": 0.3, "precise": 0.7, "dance_precise": 0.3, "ddim": 0.7}
@@ -56,6 +57,18 @@ def test_a_step_is_dropped_only_where_it_is_far_and_would_go_further():
     found = {name: float(value) for name, value in out.metrics.items()}
     assert found["trust/outside"] == 5 and found["policy/clip_fraction"] == 2
     assert found["trust/dropped_good"] == found["trust/dropped_bad"] == 1
+
+
+def test_the_largest_divergence_of_all_micro_batches_is_logged():
+    own, policy = trusting(1.0), ToyPolicy(0.1)
+    _, rollout, _, rows = prepared(own, policy)
+    moved(policy)
+    given = {"total_weight": 1.0, "backward": torch.Tensor.backward}
+    whole = own.score(policy, rollout, rows)["moved"]
+    for micro in (7, 1000):
+        metrics = accumulate(own, policy, rollout, rows, micro=micro, **given)
+        assert metrics["trust/divergence_max"].item() == pytest.approx(whole.max().item())
+        assert metrics["trust/divergence"].item() == pytest.approx(whole.sum().item(), rel=1e-5)
 
 
 def test_an_infinite_ratio_that_is_dropped_leaves_no_trace():

@@ -287,6 +287,9 @@ def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
         assert world.agree(None) == agreed
     monkeypatch.setattr(world, "_everyone", lambda mine: [{}, mine, {"policy/kl": 2.0}])
     assert world.sum_metrics({"policy/kl": torch.tensor(0.5)}) == {"policy/kl": 2.5}
+    largest = "trust/divergence_max"
+    monkeypatch.setattr(world, "_everyone", lambda mine: [{largest: 3.0}, mine])
+    assert world.sum_metrics({largest: torch.tensor(0.5)}) == {largest: 3.0}
 
 
 class Pretend:

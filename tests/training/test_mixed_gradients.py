@@ -126,11 +126,13 @@ def test_rows_are_valid_samples_at_levels_of_their_own():
 
 
 def test_metrics_of_several_updates_are_means_over_the_rows_of_their_term():
-    """(6 + 2) / (3 + 1) and (10 + 0) / (2 + 3)."""
+    """(6 + 2) / (3 + 1) and (10 + 0) / (2 + 3); the largest of largest values stays."""
     summed = []
     for own, weight, other, beside in ((6.0, 3.0, 10.0, 2.0), (2.0, 1.0, 0.0, 3.0)):
-        summed += [({"policy/kl": own}, weight), ({"gradient/reward": other}, beside)]
-    assert weighted_means(summed) == {"policy/kl": 2.0, "gradient/reward": 2.0}
+        own_metrics = {"policy/kl": own, "trust/divergence_max": -own}
+        summed += [(own_metrics, weight), ({"gradient/reward": other}, beside)]
+    means = {"policy/kl": 2.0, "gradient/reward": 2.0}
+    assert weighted_means(summed) == {**means, "trust/divergence_max": -2.0}
 
 
 # --- rewards

@@ -43,7 +43,7 @@ from flowrl.runtime.processes import shares
 from flowrl.runtime.processes.in_step import InStep
 from flowrl.runtime.processes.launcher import check_launcher, check_teams, launched
 from flowrl.runtime.signals import Aborted
-from flowrl.types import Rewards
+from flowrl.types import LARGEST, Rewards
 
 # seconds after which every connection of a process that stopped is known to be closed
 NOTICED = 0.5
@@ -229,22 +229,24 @@ class World:
             return self.accelerator.reduce(value, "sum")
 
     def sum_metrics(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Sum metrics by name over teams; a team that trained no row has no names."""
-        return self._by_name({name: float(value) for name, value in metrics.items()}, sum)
+        """Sum metrics of a loss by name over teams, or take the largest, as LossOutput has them; a
+        team that trained no row has no names."""
+        mine = {name: float(value) for name, value in metrics.items()}
+        return self._by_name(mine, lambda name, of: max(of) if name.endswith(LARGEST) else sum(of))
 
     def mean_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Average metrics by name over the teams that have them."""
-        return self._by_name(metrics, lambda values: sum(values) / len(values))
+        return self._by_name(metrics, lambda _, values: sum(values) / len(values))
 
     def _by_name(
-        self, metrics: dict[str, float], combine: Callable[[list[float]], float]
+        self, metrics: dict[str, float], combine: Callable[[str, list[float]], float]
     ) -> dict[str, float]:
-        """Combine metrics by name over the teams that have them."""
+        """Combine metrics over the teams that have them. combine: a name and its values -> one."""
         if self.processes == 1:
             return metrics
         everyone = self.collect(metrics)
         names = sorted(set().union(*everyone))
-        return {name: combine([m[name] for m in everyone if name in m]) for name in names}
+        return {name: combine(name, [m[name] for m in everyone if name in m]) for name in names}
 
     def agree(self, reason: str | None) -> str | None:
         """Return the first process's reason to stop, if any has one, so that all leave the loop at
