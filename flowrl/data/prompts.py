@@ -22,6 +22,7 @@ from flowrl.types import MediaContext, PromptBatch
 Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
 WORLDS = {
     "shapes": "flowrl.shapes.prompts",
+    "stickers": "flowrl.scenes.stickers.prompts",
     "geneval": "flowrl.data.geneval",
     "ocr": "flowrl.data.ocr",
     "everyday": "flowrl.data.everyday",
@@ -30,8 +31,8 @@ WORLDS = {
 
 def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
     """Load prompts of a file, whose form its content decides; prompts that ship (shapes:train|eval,
-    geneval:, ocr:, everyday:); prompts from a function of the user's (path/to/file.py:NAME); or
-    prompts of a dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
+    stickers:, geneval:, ocr:, everyday:); prompts from a function of the user's
+    (path/to/file.py:NAME); or prompts of a dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
 
     Forms of files: one prompt a line (plain.py), JSON, tables (texts.py), parquet, tar shards of
     webdataset; a row is {"prompt": ..., **meta}. "reference" is the path of an image, from the

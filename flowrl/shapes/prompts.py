@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import permutations, product
 from typing import Any
@@ -97,18 +97,19 @@ def held_out(prompt: Prompt) -> bool:
 
 def train_prompts() -> list[Prompt]:
     """Prompts that RL trains on, all tasks, disjoint in combination from `eval_prompts`."""
-    return _shared_out([p for p in all_prompts() if not held_out(p)], 512)
+    return shared_out([p for p in all_prompts() if not held_out(p)], 512, SHARES)
 
 
 def eval_prompts(count: int = 128) -> list[Prompt]:
     """Held-out prompts, the tasks in SHARES' proportions (tasks with few combinations repeat a
     prompt, with another seed)."""
-    return _shared_out([p for p in all_prompts() if held_out(p)], count)
+    return shared_out([p for p in all_prompts() if held_out(p)], count, SHARES)
 
 
-def _shared_out(prompts: list[Prompt], count: int) -> list[Prompt]:
+def shared_out(prompts: list[Prompt], count: int, shares: Mapping[str, float]) -> list[Prompt]:
+    """Choose about `count` prompts, the tasks in these shares, by a hash of their texts."""
     out: list[Prompt] = []
-    for task, share in SHARES.items():
+    for task, share in shares.items():
         members = sorted(
             (p for p in prompts if p["task"] == task),
             key=lambda p: hashlib.sha256(p["prompt"].encode()).digest(),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.scenes.grammar import RELATIONS
 from flowrl.scenes.stickers import scenes
 from flowrl.scenes.stickers.scenes import (
     BACKGROUNDS,
@@ -14,7 +15,6 @@ from flowrl.scenes.stickers.scenes import (
     MARGIN,
     OBJECTS,
     PIXELS,
-    RELATIONS,
     SIZES,
     Sticker,
     StickerScene,

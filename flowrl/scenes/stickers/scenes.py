@@ -18,6 +18,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from flowrl.scenes.grammar import RELATIONS
+
 SHEET = Path(__file__).with_name("sprites.png")  # OBJECTS in rows of COLUMNS tiles, RGBA
 TILE, COLUMNS = 56, 8  # px, side of a tile of the sheet; tiles in a row
 PIXELS = 64
@@ -42,12 +44,6 @@ BACKGROUNDS: dict[str, tuple[float, float, float]] = {
     "yellow": (1.00, 0.94, 0.55),
     "pink": (1.00, 0.74, 0.88),
     "purple": (0.80, 0.64, 0.96),
-}
-RELATIONS: dict[str, tuple[int, int]] = {
-    "left of": (-1, 0),
-    "right of": (1, 0),
-    "above": (0, -1),
-    "below": (0, 1),
 }
 
 
@@ -128,14 +124,14 @@ def place(
         touching = apart < GAP + (size[:, :, None] + size[:, None]) / 2
         fits = touching.sum((1, 2)) == count  # an object touches itself alone
         if relation is not None:
-            fits &= _holds(relation, center[:, 0] - center[:, 1])
+            fits &= holds(relation, center[:, 0] - center[:, 1])
         if fits.any():
             first = int(fits.int().argmax())
             each = zip(names, center[first].tolist(), size[first].tolist(), strict=True)
             return tuple(Sticker(name, x, y, side) for name, (x, y), side in each)
 
 
-def _holds(relation: str, offset: Tensor) -> Tensor:
+def holds(relation: str, offset: Tensor) -> Tensor:
     """Whether offsets (..., 2) point within 45 degrees of a relation's direction."""
     direction = torch.tensor(RELATIONS[relation], dtype=offset.dtype)
     along = offset @ direction
