@@ -84,7 +84,8 @@ def not_a_model(source: str) -> str:
     path, what = located(source), f'model "{source}"'
     if path.is_file():
         return f"{what} is a single file, and {_for_file(path)}"
-    listed = source[:1] in ("", ".", "~", "/", "$") or source.count("/") > 1 and ":" not in source
+    name = source.partition("@")[0]  # without a branch of the hub, whose name may have slashes
+    listed = name[:1] in ("", ".", "~", "/", "$") or name.count("/") > 1 and ":" not in name
     beside = [run.parent.name for run in sorted(path.parent.glob("*/metrics.jsonl"))][:9]
     if path.is_dir() or not (listed or beside or source.startswith("runs/")):
         return ""

@@ -2,7 +2,7 @@
 configs/experiment take, by the budget's model of GPUs.
 
     python scripts/bench/presets.py [--model flux.1-dev] [--algorithm flow_grpo] [SETTING ...]
-    python scripts/bench/presets.py --recipes docs/recipes.md [--jobs 2]
+    python scripts/bench/presets.py --recipes docs/recipes.md [--model flux.1-dev] [--jobs 2]
 
 The first prints a table of every model with every preset on an H100; the reward is PickScore, whose
 weights are counted, unless a setting names others. The second writes the table of recipes into the
@@ -52,7 +52,7 @@ def main() -> None:
     given = parser.parse_args()
     models = given.model or MODELS
     if given.recipes:
-        write_recipes(given.recipes, given.jobs)
+        write_recipes(given.recipes, models, given.jobs)
     elif large := presets(models, given.algorithm, given.settings):
         raise SystemExit(f"too large for the card: {', '.join(large)}")
 
@@ -91,11 +91,12 @@ def words(model: str, card: int) -> list[str]:
 
 
 def basis(model: str, card: int, cfg: Config) -> str:
-    """Return what the row rests on beside the budget. `make real` quantises no weights."""
-    said = RUN_AT_REAL_SIZE[model].said
-    tested = "identity-tested" + (f" (blocks: {said})" if said != "all" else "")
-    if cfg.model.quantize != "none":
-        tested = "modelled"
+    """Return what the row rests on beside the budget. `make real` quantises no weights, and has
+    seven of the models."""
+    tested = "modelled"
+    if cfg.model.quantize == "none" and model in RUN_AT_REAL_SIZE:
+        said = RUN_AT_REAL_SIZE[model].said
+        tested = "identity-tested" + (f" (blocks: {said})" if said != "all" else "")
     return "; ".join([tested, *([RAN[model, card]] if (model, card) in RAN else [])])
 
 
@@ -123,15 +124,19 @@ def timed(model: str) -> tuple[list[str], float]:
     return [*rows(model)], time.process_time() - began
 
 
-def write_recipes(page: Path, jobs: int) -> None:
-    """Write the table of recipes into a page."""
-    began, lines, spent = time.perf_counter(), [COLUMNS, "|---" * 7 + "|"], 0.0
+def write_recipes(page: Path, models: list[str], jobs: int) -> None:
+    """Write the rows of these models into the table of recipes of a page; other rows stay."""
+    began, spent, text = time.perf_counter(), 0.0, page.read_text(encoding="utf-8")
+    found = TABLE.search(text)
+    lines = found[0].splitlines()[2:] if found else []
     with ProcessPoolExecutor(jobs) as pool:
-        for made, seconds in pool.map(timed, MODELS):
-            lines, spent = [*lines, *made], spent + seconds
+        for model, (made, seconds) in zip(models, pool.map(timed, models), strict=True):
+            lines = [line for line in lines if not line.startswith(f"| {model} |")] + made
+            spent += seconds
             print(*made, sep="\n", flush=True)
-    text = page.read_text(encoding="utf-8")
-    page.write_text(TABLE.sub(lambda _: "\n".join(lines) + "\n", text), encoding="utf-8")
+    lines.sort(key=lambda line: MODELS.index(line.split(" | ")[0].removeprefix("| ")))
+    whole = "\n".join([COLUMNS, "|---" * 7 + "|", *lines])
+    page.write_text(TABLE.sub(lambda _: f"{whole}\n", text), encoding="utf-8")
     print(f"{time.perf_counter() - began:.0f} s, {spent:.0f} s of processors")
 
 

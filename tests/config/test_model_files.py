@@ -2,6 +2,7 @@
 LoRA, and the number of weights, all on the meta device."""
 
 import inspect
+import json
 import re
 
 import diffusers
@@ -17,6 +18,7 @@ from flowrl.config.compose import config_folder, is_embedded, options
 from flowrl.config.load import composed
 from flowrl.config.run_rules import DISTILLED
 from flowrl.policy.load import call_options
+from flowrl.runtime import hub
 from flowrl.runtime.log import quiet
 
 NAMES = [name for name in options("model") if not is_embedded(name)]
@@ -31,6 +33,20 @@ OTHERS = {
     "qwen-image-edit-2511": ("QwenImageEditPlusPipeline", "QwenImageTransformer2DModel", {}),
     "hunyuanvideo-1.5": ("HunyuanVideo15Pipeline", "HunyuanVideo15Transformer3DModel", {}),
     "ltx-2": ("LTX2Pipeline", "LTX2VideoTransformer3DModel", {}),
+    # ChrisColeTech/diffusers (a copy of huggingface/diffusers) at 725959a4,
+    # scripts/convert_cosmos_to_diffusers.py (Cosmos-2.5-Predict-Base-2B)
+    "cosmos-predict2.5-2b": (
+        "Cosmos2_5_PredictBasePipeline",
+        "CosmosTransformer3DModel",
+        {
+            "in_channels": 17,
+            "num_attention_heads": 16,
+            "rope_scale": [1.0, 3.0, 3.0],
+            "extra_pos_embed_type": None,
+            "use_crossattn_projection": True,
+            "crossattn_proj_in_channels": 100352,
+        },
+    ),
 }
 # billions of weights of the denoiser, as their authors say them
 KNOWN = {
@@ -53,6 +69,7 @@ KNOWN = {
     "wan2.1-14b": 14,
     "wan2.2-ti2v-5b": 5,  # model card
     "hunyuanvideo-1.5": 8.3,  # arXiv:2511.18870
+    "cosmos-predict2.5-2b": 2,  # model card
     "ltx-2": 19,  # arXiv:2601.03233: 14 of the video and 5 of the sound
 }
 # whose weights are counted in each run of the tests
@@ -126,11 +143,18 @@ def test_the_table_of_named_models_is_that_of_the_files():
     rows = re.search(r"## Named models\n.*?\n\|---.*?\n(.*?)\n\n", page, re.S)[1].splitlines()
     found = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     assert [row[0] for row in found] == NAMES
-    for name, source, weights, distilled, budget in found:
+    lines = (ROOT / "docs/results/pipelines.jsonl").read_text(encoding="utf-8").splitlines()
+    passing = {r["name"]: r["pipeline"] for r in map(json.loads, lines) if r["failed"] is None}
+    for name, source, weights, distilled, case, budget, recipe, revision in found:
         first = said("models", name)
         assert source == f"`{model_of(name)['model']['source'].partition('@')[0]}`"
         assert first.startswith(f"{weights} billion weights")
         steps = re.search(r"distilled to (\d steps)", first)
         kind = steps[1] if steps else "guidance" if "guidance-distilled" in first else ""
         assert distilled == kind
+        assert passing[case] == parts(name)[0]
         assert budget == ("no" if name in OTHERS else "yes")
+        assert recipe == ("yes" if name in options("experiment") else "no")
+        pinned = hub.split(model_of(name)["model"]["source"])[1]
+        commit = pinned and hub.COMMIT.fullmatch(pinned)
+        assert revision == (f"`{pinned[:7] if commit else pinned}`" if pinned else "newest")

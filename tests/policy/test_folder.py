@@ -100,6 +100,7 @@ def test_sources_that_are_no_models_folder(model, tmp_path):
     (tmp_path / "mine" / "metrics.jsonl").write_text("")  # a run
     refused(tmp_path / "other", f'other" does not exist; {tmp_path} has mine; give a folder')
     refused("nobody/nothing", "cannot be fetched: HF_HUB_OFFLINE is set, and the cache does not")
+    refused("nobody/nothing@a/branch", "cannot be fetched: HF_HUB_OFFLINE is set, and the cache")
 
 
 def test_a_folder_of_the_present_place_is_a_source(model, monkeypatch):
