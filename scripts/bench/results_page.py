@@ -168,7 +168,7 @@ def _main_row(method: str, runs: list[Cell]) -> list[str]:
     pace, gains, over = seconds(method), winner_gains(runs), gain(runs)
     edge = ", edge" if at_edge(method) else ""
     return [
-        f"[{method}](algorithms/{method}.md)",
+        f"[{method}](algorithms/{cells.ALGORITHM.get(method, method)}.md)",
         f"{over.mean:+.3f}",
         over_seeds(runs),
         learns(runs),
