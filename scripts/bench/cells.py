@@ -344,8 +344,9 @@ def digest_of(settings: tuple[str, ...], budget: int) -> str:
     options = stated.model_dump(mode="json", exclude_defaults=True)
     what = cfg.model_dump(mode="json", exclude_defaults=True)
     what |= {"algorithm": {"name": cfg.algorithm["name"], **options}}
-    named = [what, budget, weights()]
-    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
+    said = json.dumps([what, budget, weights()], sort_keys=True)
+    said = said.replace(str(FOLDER.parents[1]), "")  # a file of this checkout, wherever it lies
+    return hashlib.sha256(said.encode()).hexdigest()[:8]
 
 
 @functools.cache
