@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations, product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flowrl.runtime.registry import did_you_mean
 
@@ -134,7 +134,7 @@ def _all(world: Language) -> Iterator[Sentence]:
         yield from (Edit("move", *pair) for pair in product(world.nouns, DIRECTIONS))
 
 
-S = TypeVar("S", Picture, Motion, Edit)
+S = TypeVar("S", bound=Sentence)
 
 
 def read(sentence: str, world: Language, kind: type[S]) -> S:
@@ -143,8 +143,11 @@ def read(sentence: str, world: Language, kind: type[S]) -> S:
     grounds = {text(Picture((), background=color)): color for color in world.backgrounds}
     end = next((end for end in grounds if sentence.endswith(end)), "")
     found = own.get(sentence.removesuffix(end))
-    if isinstance(found, kind) and (not end or not isinstance(found, Edit)):
-        return replace(found, background=grounds[end]) if end else found
+    if isinstance(found, kind) and not end:
+        return found
+    if isinstance(found, kind) and not isinstance(found, Edit):
+        plain: Any = found  # a picture or a motion: both have a background
+        return replace(plain, background=grounds[end])
     example = next((words for words, other in own.items() if isinstance(other, kind)), "")
     known = {word for words in (*own, *grounds) for word in words.split()}
     wrong = next((word for word in sentence.split() if word not in known), None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.settings import Settings as Base
-from flowrl.scenes.grammar import Edit, Motion, Picture, read
+from flowrl.scenes.grammar import Sentence, read
 from flowrl.scenes.stickers.prompts import WORLD
 from flowrl.types import MediaContext
 
@@ -30,7 +30,7 @@ class Verified(Reward):
     """Agreement of media with their sentence, in [0, 1]; a subclass says how it is judged."""
 
     Settings = Settings
-    kind: ClassVar[type[Picture] | type[Motion] | type[Edit]]  # sentences that it judges
+    kind: ClassVar[type[Sentence]]  # sentences that it judges
     networks = False
     range = (0.0, 1.0)
     reads_prompt = True
