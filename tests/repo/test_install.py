@@ -42,7 +42,8 @@ INSTALLS = re.compile(
 )
 INSTALLER = re.compile(r"install|\buvx|\b(?:uv|poetry|pdm)\b|flowrl(?:[-_]align)?\[")
 TAKE_A_VALUE = {"-r", "--requirement", "-c", "--python", "-f", "--find-links", "--index-url"}
-TOOLS = {"build", "cyclonedx-bom", "pip-audit", "uv"}  # what make release and make lock use
+# what make release, make lock and scripts/embedded/draw_stickers.py use
+TOOLS = {"build", "cyclonedx-bom", "pip-audit", "resvg-py", "uv"}
 
 
 def names(line):

@@ -32,7 +32,8 @@ FLOORS = [
     {"config"},
     {"rewards", "report"},
     {"algorithms", "data"},
-    {"policy", "samplers", "scenes", "shapes"},
+    {"scenes"},
+    {"policy", "samplers", "shapes"},
     {"runtime", "advantages"},
     {"types", "configs"},
 ]
