@@ -9,16 +9,22 @@ from typing import Any
 
 from torch import Tensor
 
+from flowrl.rewards.core.verified import Settings as Base
 from flowrl.rewards.core.verified import Verified
 from flowrl.scenes.grammar import Picture
 from flowrl.scenes.stickers import verify
 from flowrl.types import MediaContext
 
 
+class Settings(Base):
+    """How a verdict becomes a score."""
+
+
 class Stickers(Verified):
     """Agreement of a picture with its prompt, in [0, 1]; 1 when it shows exactly that."""
 
     name = "stickers"
+    Settings = Settings
     kind = Picture
     scale = (
         "0 to 1: share of objects, relation and background that are right (partial), 1 only when"
