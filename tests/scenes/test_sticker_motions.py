@@ -1,5 +1,7 @@
 """Motions and edits of stickers: what a generator draws is right, and what is wrong scores so."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -85,8 +87,6 @@ def test_what_should_stay_is_counted_apart_from_what_should_change():
     source, target = edited("replace the cat with a taco")
     _, removed = edits.pair("replace the cat with a taco", 0)
     blue = "blue" if removed.background != "blue" else "pink"
-    from dataclasses import replace
-
     other = render(replace(removed, background=blue))[None]
     said = parts(EDIT, other, "replace the cat with a taco", source)
     assert (said["changed"], said["kept"], said["partial"]) == (1, 0, 0)
