@@ -1,7 +1,5 @@
 """Motions and edits of stickers: what a generator draws is right, and what is wrong scores so."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -87,6 +85,8 @@ def test_what_should_stay_is_counted_apart_from_what_should_change():
     source, target = edited("replace the cat with a taco")
     _, removed = edits.pair("replace the cat with a taco", 0)
     blue = "blue" if removed.background != "blue" else "pink"
+    from dataclasses import replace
+
     other = render(replace(removed, background=blue))[None]
     said = parts(EDIT, other, "replace the cat with a taco", source)
     assert (said["changed"], said["kept"], said["partial"]) == (1, 0, 0)

@@ -101,7 +101,6 @@ def verdict(found: list[FoundScene], motion: Motion) -> dict[str, float]:
     asked, total = motion.thing, len(found)
     if total < 2:
         raise ValueError(f"a motion has at least 2 frames, and this video has {total}")
-    # A motion that names no background keeps that of its first frame.
     ground = motion.background or found[0].background
     right = [f.known() and f.background == ground for f in found]
     right = [
