@@ -23,7 +23,6 @@ Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
 WORLDS = {
     "shapes": "flowrl.shapes.prompts",
     "stickers": "flowrl.scenes.stickers.prompts",
-    "stickers_motion": "flowrl.scenes.stickers.motions",
     "geneval": "flowrl.data.geneval",
     "ocr": "flowrl.data.ocr",
     "everyday": "flowrl.data.everyday",

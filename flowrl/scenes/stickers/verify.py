@@ -93,21 +93,16 @@ def detail(d: Tensor) -> Tensor:
     return d - F.avg_pool2d(d, 3, stride=1, padding=1)
 
 
-def fitted(images: Tensor) -> Tensor:
-    """Scale (B, 3, S, S) images to (B, 3, 64, 64) fp32 in [0, 1]; another shape -> ValueError."""
+def detect(images: Tensor) -> list[FoundScene]:
+    """Read each of (B, 3, S, S) images in [0, 1], in px of the 64 x 64 world; another size is
+    scaled to it."""
     if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
         raise ValueError(
             f"the stickers verifier reads square pictures (B, 3, S, S), not {tuple(images.shape)}"
         )
     images = images.float().clamp(0, 1)
-    if images.shape[-1] == PIXELS:
-        return images
-    return F.interpolate(images, (PIXELS, PIXELS), mode="bilinear", antialias=True)
-
-
-def detect(images: Tensor) -> list[FoundScene]:
-    """Read each of (B, 3, S, S) images in [0, 1], in px of the 64 x 64 world; see `fitted`."""
-    images = fitted(images)
+    if images.shape[-1] != PIXELS:
+        images = F.interpolate(images, (PIXELS, PIXELS), mode="bilinear", antialias=True)
     # The background is the median of the two outer rows and columns, where no object is.
     ring = torch.ones(PIXELS, PIXELS, dtype=torch.bool, device=images.device)
     ring[2:-2, 2:-2] = False
