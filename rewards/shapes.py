@@ -6,29 +6,23 @@ It gives GenEval's two readings of a verifier (flowrl.shapes.verify).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import SHOWN, Reward
-from flowrl.rewards.core.settings import Settings as Base
+from flowrl.rewards.core.readings import Readings
+from flowrl.rewards.core.readings import Settings as Base
+from flowrl.rewards.core.reward import SHOWN
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
 
 class Settings(Base):
-    reading: Literal["partial", "strict", "both"] = pydantic.Field(
-        "both",
-        description=(
-            "How clauses become a score: credit for each term of a clause (partial), 1 if all is"
-            " right and nothing else is there (strict), or the mean of the two (both)."
-        ),
-    )
+    """How a verdict becomes a score."""
 
 
-class Shapes(Reward):
+class Shapes(Readings):
     """Agreement of a picture with its prompt's clauses, in [0, 1]; 1 when it shows exactly these.
 
     It reads meta["include"] of the prompt.
@@ -36,12 +30,10 @@ class Shapes(Reward):
 
     Settings = Settings
     name = "shapes"
-    networks = False
     scale = (
         "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and"
         " nothing else is in the picture (strict)"
     )
-    range = (0.0, 1.0)
     needs = frozenset({"meta"})
     reads = frozenset({"include"})
     verifies = frozenset(SHOWN)
@@ -49,14 +41,6 @@ class Shapes(Reward):
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return verify.complaint(meta.get("include"))
-
-    def __call__(
-        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
-    ) -> Tensor:
-        parts = self.parts(media, prompts, context)
-        if self.settings.reading == "both":
-            return (parts["partial"] + parts["strict"]) / 2
-        return parts[self.settings.reading]
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flowrl.rewards.core.verified import Settings as Base
+from flowrl.rewards.core.readings import Settings as Base
 from flowrl.rewards.core.verified import Verified
 from flowrl.scenes.grammar import Picture
 from flowrl.scenes.stickers import verify

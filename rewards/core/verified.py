@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.settings import Settings as Base
+from flowrl.rewards.core.readings import Readings
 from flowrl.scenes.grammar import Sentence, read
 from flowrl.scenes.stickers.prompts import WORLD
 from flowrl.types import MediaContext
 
 
-class Settings(Base):
-    reading: Literal["partial", "strict", "both"] = pydantic.Field(
-        "both",
-        description=(
-            "How a verdict becomes a score: credit for what is right (partial), 1 if all is right"
-            " and nothing else is there (strict), or the mean of the two (both)."
-        ),
-    )
-
-
-class Verified(Reward):
+class Verified(Readings):
     """Agreement of media with their sentence, in [0, 1]; a subclass says how it is judged."""
 
-    Settings = Settings
     kind: ClassVar[type[Sentence]]  # sentences that it judges
-    networks = False
-    range = (0.0, 1.0)
     reads_prompt = True
 
     def verdicts(
@@ -47,14 +32,6 @@ class Verified(Reward):
         except ValueError as error:
             return f"cannot be judged: {error}"
         return super().complaint(meta)
-
-    def __call__(
-        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
-    ) -> Tensor:
-        parts = self.parts(media, prompts, context)
-        if self.settings.reading == "both":
-            return (parts["partial"] + parts["strict"]) / 2
-        return parts[self.settings.reading]
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
