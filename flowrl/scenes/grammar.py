@@ -17,14 +17,9 @@ from itertools import permutations, product
 from typing import Any, TypeVar
 
 from flowrl.runtime.registry import did_you_mean
+from flowrl.shapes.scenes import RELATIONS
 
 NUMBERS = {1: "a", 2: "two", 3: "three", 4: "four"}
-RELATIONS: dict[str, tuple[int, int]] = {  # relation -> direction (x, y) of the first object
-    "left of": (-1, 0),
-    "right of": (1, 0),
-    "above": (0, -1),
-    "below": (0, 1),
-}
 JOINS = ("and", *RELATIONS)  # what stands between two objects; "and" leaves their places open
 DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 MOTIONS = (*(f"moves {way}" for way in DIRECTIONS), "appears", "disappears", "grows", "shrinks")

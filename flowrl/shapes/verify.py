@@ -100,7 +100,7 @@ def detect(images: Tensor) -> list[list[FoundShape]]:
     out: list[list[FoundShape]] = [[] for _ in range(len(images))]
     if not len(busy):
         return out
-    rows, masks = _objects(components(planes[busy[:, 0], busy[:, 1]]))
+    rows, masks = objects(components(planes[busy[:, 0], busy[:, 1]]))
     if not len(masks):
         return out
     for (image, c), shape in zip(busy[rows].tolist(), _recognise(masks), strict=True):
@@ -109,13 +109,13 @@ def detect(images: Tensor) -> list[list[FoundShape]]:
     return out
 
 
-def _objects(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the components of (n, H, W) labels that are no specks -> (their planes (K,), masks (K,
-    H, W))."""
+def objects(labels: Tensor, least: int = SPECK) -> tuple[Tensor, Tensor]:
+    """Find the components of (n, H, W) labels of at least so many pixels -> (their planes (K,),
+    masks (K, H, W))."""
     stride = PIXELS * PIXELS + 1  # makes one number of plane and label
     plane = torch.arange(len(labels), device=labels.device)[:, None, None]
     values, counts = (labels + stride * plane).unique(return_counts=True)
-    values = values[(values % stride > 0) & (counts >= SPECK)]
+    values = values[(values % stride > 0) & (counts >= least)]
     rows = values // stride
     return rows, labels[rows] == (values % stride)[:, None, None]
 

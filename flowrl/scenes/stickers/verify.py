@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowrl.scenes.grammar import RELATIONS, Picture
 from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, PIXELS, SIZES, holds, sprites
-from flowrl.shapes.verify import components
+from flowrl.shapes.verify import components, objects
 
 ERROR, DETAIL = 0.06, 0.45  # largest errors of an object that is recognised
 FAINT = 0.02  # mean square of a sprite below which it counts as this much
@@ -128,16 +128,11 @@ def detect(images: Tensor) -> list[FoundScene]:
 def _parts(labels: Tensor) -> tuple[Tensor, Tensor]:
     """The MOST largest components of each picture, the largest first -> their pictures (K,), masks
     (K, 64, 64)."""
-    stride = PIXELS * PIXELS + 1  # makes one number of picture and label
-    picture = torch.arange(len(labels), device=labels.device)[:, None, None]
-    numbers = labels + stride * picture
-    values, counts = numbers[labels > 0].unique(return_counts=True)
-    order = counts.argsort(descending=True, stable=True)
-    values = values[order][counts[order] >= SPECK]
-    rows = values // stride
+    rows, masks = objects(labels, SPECK)
+    order = masks.sum((1, 2)).argsort(descending=True, stable=True)
+    rows = rows[order]
     first = (rows[:, None] == rows).tril().sum(1) <= MOST
-    rows, values = rows[first], values[first]
-    return rows, numbers[rows] == values[:, None, None]
+    return rows[first], masks[order[first]]
 
 
 def _match(
