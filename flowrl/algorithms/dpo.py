@@ -119,25 +119,27 @@ class DPO(forward.ForwardMethod):
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """With pairs from files, label (n,) is the share of raters who prefer the row's winner, and
-        weight that of the pair."""
+        """With pairs from files, label (n,) is the share of raters who prefer the row's winner,
+        weight that of the pair, and mask (n, *L) where errors count, if the pair says it."""
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         if not rollout.stated:
             return rows
         at = torch.searchsorted(rollout.leaf, rows.state)
         label, weight = (rollout.stated[name][at] for name in ("label", "weight"))
         label = torch.where(rows.adv > 0, label, 1 - label)
-        return Columns({**rows.data, "label": label, "weight": weight})
+        mask = {"mask": rollout.stated["mask"][at]} if "mask" in rollout.stated else {}
+        return Columns({**rows.data, "label": label, "weight": weight, **mask})
 
     def compared(
         self, rows: forward.Noised, v: Tensor, other: forward.OtherVelocity
     ) -> dict[str, Tensor]:
-        """error, error_ref (n,); kl (n,) when it has a weight; residual (n, d), v - u without
-        gradient, where the loser is limited."""
+        """error, error_ref (n,), within the mask; kl (n,), of all latents, when it has a weight;
+        residual (n, d), v - u without gradient and as it counts, where the loser is limited."""
         v_ref = other(self.anchor)
-        more = (
-            {"residual": (v - rows.target).detach().flatten(1)} if self.config.limit_loser else {}
-        )
+        more: dict[str, Tensor] = {}
+        if self.config.limit_loser:
+            gap = (v - rows.target).detach()
+            more["residual"] = (gap if rows.mask is None else rows.mask * gap).flatten(1)
         scores = more | {"error": rows.error(v), "error_ref": rows.error(v_ref)}
         return scores | ({"kl": forward.distance(v, v_ref)} if self.config.kl_weight else {})
 

@@ -428,6 +428,12 @@ RULES = (
         when=lambda data, name: data and data.kind == "media" and name != "sft",
     ),
     Rule(
+        ("masks", "algorithm.name"),
+        "data.offline has masks, which weigh the errors of pairs in algorithm=dpo alone;"
+        " {algorithm.label} would not read them: leave the column out",
+        when=lambda masks, name: masks and name != "dpo",
+    ),
+    Rule(
         ("data.labels", "dataset", "algorithm.name"),
         "data.labels={0} weighs the two orders of a pair, and only algorithm=dpo reads pairs;"
         " leave it out",

@@ -1,6 +1,7 @@
 """A look at media and pairs before training: every fault of a list, from headers alone.
 
-No pixel is decoded and torch is not imported, so that thousands of rows take seconds.
+No pixel but those of masks is decoded and torch is not imported, so that thousands of rows take
+seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -30,6 +30,7 @@ class Scan:
     media: int = 0  # rows with one file
     pairs: int = 0  # rows with two
     ties: int = 0  # pairs with the label 0.5
+    masks: int = 0  # pairs with a mask
     # (width, height) -> number of files
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     frames: Counter[int] = field(default_factory=Counter)  # frames -> number of files
@@ -60,6 +61,8 @@ def scan(path: Path) -> Scan:
             routed.append((row.where, row.meta.get(ROUTE) is not None))
             kinds.setdefault(len(row.files), row.where)
             read = [_header(headers, file) for file in row.files]
+            if row.mask:
+                headers[row.mask] = supervised.header_of(row.mask)
             _look(found, row, read)
             rates += [
                 (row.where, round(header.fps, 2))
@@ -79,8 +82,7 @@ def _header(known: dict[File, media.Header | str], file: File) -> media.Header |
     """Read a file's header once -> it, or the sentence that says why it cannot be read."""
     if file not in known:
         try:
-            read = file.header if isinstance(file, PictureCell) else partial(media.header, file)
-            known[file] = read()
+            known[file] = supervised.header_of(file)
         except ValueError as error:
             known[file] = str(error)
     return known[file]
@@ -106,6 +108,7 @@ def _look(found: Scan, row: SupervisedRow, headers: list[media.Header | str]) ->
     found.media += len(read) == 1
     found.pairs += len(read) == 2
     found.ties += len(read) == 2 and (row.margin == 0 or row.label == 0.5)
+    found.masks += row.mask is not None
     found.lengths.append(len(row.prompt))
     if not row.prompt:
         found.notes["empty prompt"].append(f"{row.where} has no text: it trains the empty prompt")
@@ -148,7 +151,8 @@ def facts(found: Scan) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of what was found, for a table."""
     yield "rows", f"{found.media + found.pairs:,}"
     if found.pairs:
-        yield "pairs", f"{found.pairs:,}, of them {found.ties:,} ties"
+        masks = f", {found.masks:,} with a mask" if found.masks else ""
+        yield "pairs", f"{found.pairs:,}, of them {found.ties:,} ties{masks}"
     if not found.sizes:
         return
     yield "sizes", _common({"{}x{}".format(*size): n for size, n in found.sizes.items()})

@@ -33,6 +33,7 @@ class ScoredImage:
     total: float
     scores: dict[str, float]  # reward -> score; NaN where a reward of weight 0 failed
     weight: float = 1.0  # weight of its pair in the loss
+    mask: Path | PictureCell | None = None  # where its pair's errors count; None: everywhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,10 @@ class Dataset:
     @property
     def paths(self) -> list[Path | PictureCell]:
         return [item.path for items in self.items for item in items]
+
+    @property
+    def masks(self) -> list[Path | PictureCell]:
+        return [pair[0].mask for pair in self.items if pair[0].mask]
 
 
 NO_MEDIA = Dataset(prompts=[], items=[], weights={}, kind="media")
@@ -118,7 +123,14 @@ def of_rows(path: Path, soft: bool, temperature: float) -> Dataset:
             names = [f"{number}:{_name(file, path.parent)}" for file in row.files]
             items.append(
                 [
-                    ScoredImage(path=file, file=name, total=total, scores={}, weight=row.weight)
+                    ScoredImage(
+                        path=file,
+                        file=name,
+                        total=total,
+                        scores={},
+                        weight=row.weight,
+                        mask=row.mask,
+                    )
                     for file, name, total in zip(row.files, names, (p, 1 - p), strict=False)
                 ]
             )

@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.data import conditions, tables
+from flowrl.data import conditions, media, tables
 from flowrl.data.media import MEDIA_SUFFIXES
 from flowrl.data.samples import OWN_LISTS, inside
 from flowrl.data.stored import PictureCell
@@ -36,6 +36,8 @@ PAIRS = (
 SCORES = ("win_score", "lose_score")  # scores of the two files, whose difference is the margin
 # HPDv2's lists: several files of a prompt, and how people ranked them
 RANKED = (("image_path", "file_path"), ("human_preference", "rank"))
+MASK = "mask"  # column of a pair's picture that is white where the errors of both files count
+SAME_RATIO = 0.01  # most by which width / height of a mask may differ from that of its files
 LABELS = (0.0, 0.5, 1.0)  # shares of raters who prefer the first file of a pair
 NESTED = ("input", "supervision")  # objects of Flow-Factory's rows, whose columns are the row's
 # columns that are read here, and not by rewards
@@ -55,6 +57,8 @@ class SupervisedRow:
     # score of the first less that of the second, which takes the place of a label; None: not given
     margin: float | None
     weight: float  # weight of a pair in the loss
+    # picture that is white where the pair's errors count; None: they count everywhere
+    mask: Path | PictureCell | None
     repeats: int  # how often an epoch has the row
     meta: dict[str, Any]  # conditions of the prompt, and what rewards may read
 
@@ -208,6 +212,7 @@ def row_of(
     if len(files) == 2 and same(*files):
         both = " to ".join(getattr(file, "name", str(file)) for file in files)
         raise WrongRow("pair of equal files", f"{where} prefers {both}, which is the same")
+    mask = mask_of(where, entry, files, folder, contained)
     # How much the row says, and how often; all that is left are conditions and metadata.
     label, repeats = entry.get("label", 1.0), entry.get("repeats", 1)
     if len(files) == 2 and label not in LABELS:
@@ -230,9 +235,49 @@ def row_of(
         label=float(label) if len(files) == 2 else 1.0,
         margin=margin if len(files) == 2 else None,
         weight=weight,
+        mask=mask,
         repeats=repeats,
         meta=meta,
     )
+
+
+def mask_of(
+    where: str,
+    entry: dict[str, Any],
+    files: tuple[Path | PictureCell, ...],
+    folder: Path,
+    contained: bool,
+) -> Path | PictureCell | None:
+    """Take the mask out of a row -> it, or None. WrongRow for one that has no pair, has another
+    shape than the pair's files, or is black."""
+    if not (given := entry.pop(MASK, None)):
+        return None
+    if len(files) == 1:
+        said = f"{where} has one file and a mask, which weighs the errors of a pair; leave it out"
+        raise WrongRow("mask without a pair", f"{said}, or name it mask_image for the pipeline")
+    mask = file_of(where, MASK, given, folder, contained)
+    # its pixels are read now, since a black mask would divide by 0 late in a run
+    try:
+        (width, height), *sizes = (header_of(file).size for file in (mask, *files))
+        read = mask.picture() if isinstance(mask, PictureCell) else media.read_picture(mask)
+    except ValueError as error:
+        raise WrongRow("unreadable file", f"{where}: {error}") from error
+    for file, (w, h) in zip(files, sizes, strict=True):
+        if abs(width * h / (height * w) - 1) > SAME_RATIO:
+            raise WrongRow(
+                "wrong mask",
+                f"{where} has a mask of {width}x{height} pixels for {file} of {w}x{h}; give it the"
+                " same width / height",
+            )
+    if not any(high for _, high in read.getextrema()):
+        said = f"{where} has the mask {mask}, which is black: nothing would count"
+        raise WrongRow("wrong mask", f"{said}; make white what counts, or leave it out")
+    return mask
+
+
+def header_of(file: Path | PictureCell) -> media.Header:
+    """Read the header of a file, or of a picture in a table."""
+    return file.header() if isinstance(file, PictureCell) else media.header(file)
 
 
 def margin_of(where: str, entry: Mapping[str, Any]) -> float | None:

@@ -36,6 +36,7 @@ from flowrl.data.prompts import reference_of, select
 from flowrl.data.scored_dataset import ScoredImage, gather
 from flowrl.data.stored import PictureCell
 from flowrl.policy import Policy
+from flowrl.policy.replay.decode import Decoder
 from flowrl.rewards import RewardSet, concat, score
 from flowrl.rollouts.join import of_leaves
 from flowrl.rollouts.latent_cache import LatentCache
@@ -164,6 +165,24 @@ def latents(
     return torch.stack([known[path] for path in paths])
 
 
+def mask_weight(policy: Policy, item: ScoredImage) -> Tensor:
+    """Weights of a file's errors, (*L) fp32 of mean 1: the grey of its mask at each latent, or 1."""
+    ones, decoder = torch.ones(policy.latent_shape), getattr(policy, "decoder", None)
+    if item.mask is None:
+        return ones
+    # as the picture is fitted; in steps of 1/255, so that white stays 1 when it is resized
+    shape = (3, *media_shape(policy)[-2:])
+    grey = read_fitting(item.mask, shape, "center").mean(0, keepdim=True)
+    grey = (255 * grey).round() / 255  # (1, H, W)
+    own = decoder.placed(grey[None])[0] if isinstance(decoder, Decoder) else ones * grey
+    if not own.any():
+        raise ValueError(
+            f"the mask {item.mask} has no white where the model sees {item.path}, of which"
+            " data.crop=center takes the middle; leave the pair out"
+        )
+    return (own / own.double().mean()).float()
+
+
 @torch.no_grad()
 def rollout(
     policy: Policy,
@@ -208,6 +227,9 @@ def rollout(
     )
     if not weights:  # media and pairs have no scores
         made = dataclasses.replace(made, stated={"label": total, "weight": weight})
+    if any(item.mask for _, item in flat):
+        mask = torch.stack([mask_weight(policy, item) for _, item in flat])
+        made.stated["mask"] = mask.to(device)
     return made, Rewards(raw=raw, weights=dict(weights), total=total, valid=total.isfinite())
 
 

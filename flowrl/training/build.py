@@ -104,13 +104,13 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     # check that the method fits its plan, its guidance, its rewards and its media
     setup = set_up(cfg, algorithm, policy)
     facts.learn(plan=setup.plan, policy=policy)
-    media = [*facts["files"], *anchored.paths, *validation.paths]
+    masks, media = facts["masks"], [*facts["files"], *anchored.paths, *validation.paths]
     from_files.check(policy, media, cfg.data.crop)
     warn(cfg, policy, facts.warnings(), shown)
     # in full mode this makes weights fp32; references kept here would keep split weights whole
     policy.trainable.named()
     data = {"prompts": prompts + anchored.prompts, "held-out prompts": held}
-    known = identity.of_parts(cfg, rewards, policy, data, [*media, *files(shown)], live)
+    known = identity.of_parts(cfg, rewards, policy, data, [*media, *masks, *files(shown)], live)
     share_networks(cfg, world, policy, prompts, setup.guidance)
     source = Source(
         cfg=cfg,
@@ -259,6 +259,7 @@ def load_data(
         dataset=dataset,
         validation=validation,
         files=dataset.paths if dataset else references(prompts),
+        masks=[*(dataset.masks if dataset else []), *validation.masks],
         # prompts beside an iteration's
         spare=(len(prompts) - cfg.batch.prompts) // facts["processes"],
     )

@@ -58,6 +58,7 @@ def folder(tmp_path_factory):
         {"prompt": "a red circle", "chosen": f"{i}.png", "rejected": f"{i + 1}.png"}
         for i in range(5)
     ]
+    pairs[0]["mask"] = "5.png"  # grey, so that the errors of this pair count everywhere
     disk.write(place / "pairs.jsonl", "".join(json.dumps(row) + "\n" for row in pairs).encode())
     return place
 
@@ -124,6 +125,7 @@ def test_videos_are_trained_as_pictures_are(tmp_path, monkeypatch):
         ("algorithm=sft data.offline=FOLDER/pairs.jsonl ~", "and data.offline holds pairs ones"),
         ("algorithm=nft data.offline=FOLDER ~", "holds media without scores, and nft compares"),
         ("algorithm=dpo data.offline=FOLDER/pairs.jsonl batch.group=1 ~", "use at least 2"),
+        ("algorithm=nft data.offline=FOLDER/pairs.jsonl batch.group=2 ~", "has masks, which weigh"),
         ("algorithm=sft data.offline=FOLDER data.labels=soft ~", "weighs the two orders of a pair"),
         ("algorithm=sft data.offline=FOLDER replay.size=4 ~", "keeps new samples"),
         ("algorithm=sft data.offline=FOLDER stop.reward=0.5 ~", "of rewards that count, and here"),

@@ -55,12 +55,18 @@ def torn(path):
         (PAIR | {"rejected": "1.png"}, "pair of equal files", "prefers 1.png to 1.png"),
         (PAIR | {"rejected": "copy.png"}, "pair of equal files", "prefers 1.png to copy.png"),
         (PAIR | {"label": 0.7}, "wrong label", "has label=0.7"),
+        (PAIR | {"mask": "9.png"}, "missing file", "names .*9.png, which does not exist"),
+        (PAIR | {"mask": "text.png"}, "unreadable file", "text.png cannot be read"),
+        (PAIR | {"mask": "0.png"}, "wrong mask", "has the mask .*0.png, which is black: nothing"),
+        (PAIR | {"mask": "wide.png"}, "wrong mask", "a mask of 24x8 pixels for .*1.png of 8x8"),
+        (GOOD | {"mask": "1.png"}, "mask without a pair", "has one file and a mask, which weighs"),
         (PAIR | {"label": "win"}, "wrong label", "has label='win'"),
         (PAIR | {"rejected": "clip.gif"}, "image against video", "an image with a video"),
         (GOOD | {"mask_image": "9.png"}, "wrong condition", "names .*9.png, which is no file"),
     ],
 )
 def test_a_fault_is_counted_and_names_file_and_row(row, fault, says, folder):
+    picture(folder / "wide.png", size=(24, 8), colour=40)
     (folder / "copy.png").write_bytes((folder / "1.png").read_bytes())
     (folder / "text.png").write_text("no picture")
     (folder / "empty.png").write_bytes(b"")
@@ -124,9 +130,9 @@ def test_what_may_stay_is_noted_and_training_is_the_next_command(folder):
 
 def test_pairs_ties_and_pairs_of_two_sizes_are_counted(folder):
     picture(folder / "wide.png", size=(24, 8))
-    rows = [PAIR, PAIR | {"label": 0.5}, PAIR | {"rejected": "wide.png"}]
+    rows = [PAIR, PAIR | {"label": 0.5, "mask": "2.png"}, PAIR | {"rejected": "wide.png"}]
     found = scan(lines(folder / "pairs.jsonl", *rows))
-    assert dict(facts(found))["pairs"] == "3, of them 1 ties" and not found.faults
+    assert dict(facts(found))["pairs"] == "3, of them 1 ties, 1 with a mask" and not found.faults
     (said,) = found.notes["pair of two sizes"]
     assert "line 3 compares files of 8x8 and 24x8" in said
     assert "dpo batch.group=2 batch.prompts=2 data" in command(found, folder / "pairs.jsonl")

@@ -114,10 +114,12 @@ class Noised:
     sigma: Tensor  # (n, 1, ...) fp32, the same levels, shaped to multiply latents
     target: Tensor  # (n, *L) u = eps - x0
     scale: Tensor  # (n,) factor of m that gives the error named by the config
+    # (n, *L) weights of latents in the error, of mean 1 in each row; None: all count alike
+    mask: Tensor | None = None
 
     def error(self, v: Tensor) -> Tensor:
         """Mean square error of v (n, *L) in the config's terms -> (n,)."""
-        return self.scale * distance(v, self.target)
+        return self.scale * distance(v, self.target, self.mask)
 
 
 # (view of the weights, guidance) -> that view's velocity (n, *L) at the same rows, without gradient
@@ -291,6 +293,7 @@ class ForwardMethod(base.Anchored):
             sigma=sigma,
             target=eps - x0,
             scale=scales[self.config.error],
+            mask=batch.data.get("mask"),
         )
 
     def velocity(
@@ -334,9 +337,10 @@ class ForwardMethod(base.Anchored):
         return -distance(self.velocity(policy, rollout, batch, rows.x), rows.target)
 
 
-def distance(v: Tensor, other: Tensor) -> Tensor:
-    """Mean square difference of velocities over latent dims: (n, *L), (n, *L) -> (n,)."""
-    return (v - other).square().flatten(1).mean(1)
+def distance(v: Tensor, other: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean square difference of velocities over latent dims, weighed by a mask: (n, *L) -> (n,)."""
+    square = (v - other).square()
+    return (square if mask is None else mask * square).flatten(1).mean(1)
 
 
 def has_signal(advantages: Advantages) -> Tensor:

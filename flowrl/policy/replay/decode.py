@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
 
 from flowrl.policy.replaced import LOCK, replaced
 from flowrl.policy.replay.affine import BASE, patterns, solve
@@ -87,6 +88,16 @@ class Decoder:
         else:
             z = posterior.latents.float()
         return self.before.inverse(z, self.latent, _constant(self.before, z))
+
+    def placed(self, mask: Tensor) -> Tensor:
+        """Place a mask of media (1, 1, H, W) on the CPU among the latents, pooled to the VAE's grid
+        and alike in all channels and frames -> (1, *L)."""
+        z = self.before(torch.zeros(1, *self.latent))
+        pooled = F.adaptive_avg_pool2d(mask, z.shape[-2:])[0, 0].expand_as(z)
+        # the map of latents only moves and scales entries: what 0 and 1 become tells both
+        ends = (torch.zeros_like(z), pooled, torch.ones_like(z))
+        none, some, whole = (self.before.inverse(y, self.latent) for y in ends)
+        return (some - none) / (whole - none)
 
 
 def _constant(part: Affine, like: Tensor) -> Tensor | None:
