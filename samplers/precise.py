@@ -22,8 +22,13 @@ def transition(
     Deterministic when sigma_next == 0.
     """
     v, x, sigma, sigma_next, eta = fp64(x, v, x, sigma, sigma_next, eta)
+    return renoised(v, x, sigma, sigma_next, rho=correlation(sigma, sigma_next, eta))
+
+
+def correlation(sigma: Tensor, sigma_next: Tensor, eta: Tensor) -> Tensor:
+    """rho of Flow-SDE's noise over a step, in [0, 1]; arguments in fp64 that broadcast."""
     kept = sigma_next * (1 - sigma) / (sigma * (1 - sigma_next))
-    return renoised(v, x, sigma, sigma_next, rho=kept ** (eta**2 / 2))
+    return kept ** (eta**2 / 2)
 
 
 def renoised(v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, *, rho: Tensor) -> Transition:

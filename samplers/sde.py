@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from flowrl.runtime import registry
-from flowrl.samplers import cps, dance_precise, dance_sde, ddim, flow_sde, learned, precise
+from flowrl.samplers import (
+    cps,
+    dance_precise,
+    dance_sde,
+    ddim,
+    flow_sde,
+    langevin,
+    learned,
+    precise,
+)
 from flowrl.types import Plan, Transition
 
 SDES: dict[str, ModuleType] = {
@@ -29,6 +38,7 @@ SDES: dict[str, ModuleType] = {
     "dance_sde": dance_sde,
     "precise": precise,
     "dance_precise": dance_precise,
+    "langevin": langevin,
     "cps": cps,
     "ddim": ddim,
     "learned": learned,

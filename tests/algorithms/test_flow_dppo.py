@@ -15,7 +15,14 @@ from flowrl.samplers import flow_sde
 from flowrl.training.gradient import accumulate
 from flowrl.types import Columns
 
-SDES = {"flow_sde": 0.7, "dance_sde": 0.3, "precise": 0.7, "dance_precise": 0.3, "ddim": 0.7}
+SDES = {
+    "flow_sde": 0.7,
+    "dance_sde": 0.3,
+    "precise": 0.7,
+    "dance_precise": 0.3,
+    "langevin": 0.7,
+    "ddim": 0.7,
+}
 OPEN = (1e9, 1e9)  # a clip that never stops a step
 
 

@@ -21,7 +21,7 @@ from flowrl.samplers import (
 from flowrl.types import SDE, Transition, expand
 
 GRID = sigmas.shifted(6, 3)
-ETA = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8, "ddim": 1.0}
+ETA = {"flow_sde": 0.7, "dance_sde": 0.3, "langevin": 0.7, "cps": 0.8, "ddim": 1.0}
 
 
 def steps_of(name, dims=7):

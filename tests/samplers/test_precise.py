@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from flowrl.samplers import cps, dance_precise, dance_sde, flow_sde, ode, precise, sigmas
+from flowrl.samplers import (
+    cps,
+    dance_precise,
+    dance_sde,
+    flow_sde,
+    langevin,
+    ode,
+    precise,
+    sigmas,
+)
 
 X, V = torch.tensor([[1.0, -1.0]], dtype=torch.float64), torch.tensor([[0.2, 0.4]])
 S, T = torch.tensor(0.75, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
@@ -51,6 +60,21 @@ def test_at_the_noisiest_level_precise_draws_fresh_noise_and_needs_no_cap():
     mean, std = step(precise, s=1.0, eta=0.7)
     assert float(std) == 0.5 and torch.allclose(mean, 0.5 * (X - V))
     assert float(step(dance_precise, s=1.0, eta=0.7)[1]) < 0.5
+
+
+@pytest.mark.parametrize(("s", "t"), [(1.0, 0.6), (0.75, 0.5), (0.5, 0.25), (0.2, 0.0)])
+@pytest.mark.parametrize("eta", [0.0, 0.7, 1.5])
+def test_a_langevin_step_is_an_ode_step_and_a_correction_by_its_score(s, t, eta):
+    """xp = x - (s - t) v, y = xp + h score + sqrt(2h) z with h = t^2 (1 - rho), by hand; without
+    noise it is the ODE. The mean is that of precise, the variance 2 / (1 + rho) times as large."""
+    mean, std = step(langevin, s=s, t=t, eta=eta)
+    eps = X + (1 - s) * V
+    h = t**2 * (1 - (t * (1 - s) / (s * (1 - t))) ** (eta**2 / 2))
+    score = -eps / t if t else torch.zeros_like(eps)
+    close((mean, std), (X - (s - t) * V + h * score, torch.tensor(math.sqrt(2 * h))))
+    exact, less = step(precise, s=s, t=t, eta=eta)
+    rho = 1 - h / t**2 if t else 1.0
+    close((mean, std), (exact, less * math.sqrt(2 / (1 + rho))))
 
 
 @pytest.mark.parametrize("module", [precise, dance_precise])

@@ -255,8 +255,8 @@ class TransitionConfig(base.Credit, base.Anchor):
     sde: Annotated[str, AfterValidator(known_sde)] = Field(
         "flow_sde",
         description=(
-            "The SDE step: flow_sde, dance_sde, precise, dance_precise, cps, ddim, or a transition"
-            " of your own, path/to/file.py:NAME; sampler.eta is its noise level."
+            "The SDE step: flow_sde, dance_sde, precise, dance_precise, langevin, cps, ddim, or a"
+            " transition of your own, path/to/file.py:NAME; sampler.eta is its noise level."
         ),
     )
     tail: Annotated[float | None, WINDOWED] = Field(
