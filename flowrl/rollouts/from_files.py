@@ -166,7 +166,7 @@ def latents(
 
 
 def mask_weight(policy: Policy, item: ScoredImage) -> Tensor:
-    """Weights of a file's errors, (*L) fp32 of mean 1: the grey of its mask at each latent, or 1."""
+    """Weights (*L) of errors of a file, fp32, mean 1: its mask's grey at each latent, or 1."""
     ones, decoder = torch.ones(policy.latent_shape), getattr(policy, "decoder", None)
     if item.mask is None:
         return ones
