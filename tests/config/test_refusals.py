@@ -30,7 +30,7 @@ ENTROPY = "diversity.features=shapes diversity.entropy=0.5"
 ANCHORED = "anchor.data.weight=0.1 anchor.data.source=media"
 OFFLINE = "data.offline=scored"
 NAMED = {"method", "processes", "rewards", "prompts", "files", "dataset"}  # facts beside words
-NAMED |= {"anchored", "policy", "plan", "spare", "held_out", "validation"}
+NAMED |= {"masks", "anchored", "policy", "plan", "spare", "held_out", "validation"}
 
 WORDS = [  # over words alone: refused before an algorithm is made
     ("model.encoders=leave train.parts=[text_encoder]", "use model.encoders=stay"),
@@ -182,7 +182,7 @@ def refusal(words):
         facts = Facts(plain(cfg), type(algorithm.config))
         facts.learn(method=algorithm, processes=1)
         facts.learn(rewards=replace(load_set(cfg.reward), domain_field=cfg.data.domain))
-        facts.learn(prompts=load_prompts(cfg.data.train), dataset=None, files=[])
+        facts.learn(prompts=load_prompts(cfg.data.train), dataset=None, files=[], masks=[])
         facts.learn(anchored=NO_MEDIA, validation=NO_MEDIA)
         grid = sigmas.shifted(cfg.sampler.steps, 3)
         plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
