@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigIndexError, OmegaConfBaseException
 from pydantic import BaseModel
 
 from flowrl.config.device import on_this_device, say
@@ -111,6 +111,10 @@ def compose(
         raise ConfigError("\n".join([*problems, TOO_DEEP])) from None
     except ConfigError as error:  # an error about a file, whose name it says
         raise ConfigError("\n".join([*problems, str(error)])) from error
+    except ConfigIndexError as error:
+        whole = str(error.full_key).rpartition("[")[0]
+        short = f"{error.full_key}: the list is shorter; write it whole, as {whole}=[...]"
+        raise ConfigError("\n".join([*problems, short])) from error
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError("\n".join([*problems, printable(error)])) from error
 

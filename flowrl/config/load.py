@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pydantic
 import yaml
@@ -272,7 +272,8 @@ def _nearest_value(error: Any) -> str:
 
 
 def _nearest_keys(key: str, algorithm: Any) -> str:
-    valid = list(keys(Config))
+    place = re.search(r"\.(\d+)\.", key)
+    valid = list(keys(Config, place=place[1] if place else None))
     if key.startswith("algorithm."):
         valid += [f"algorithm.{k}" for k in keys(algorithm_schema(algorithm["name"]))]
     section, _, last = key.rpartition(".")
@@ -295,12 +296,20 @@ def synonym(name: str, table: str = "settings") -> str | None:
     return found
 
 
-def keys(schema: type[BaseModel], prefix: str = "", *, sections: bool = True) -> Iterator[str]:
-    """Dotted names of all settings. sections: those of the sections, too."""
+def keys(
+    schema: type[BaseModel], prefix: str = "", *, sections: bool = True, place: str | None = None
+) -> Iterator[str]:
+    """Dotted names of all settings.
+
+    sections: those of the sections, too. place: the keys of a record at this place in a list, too.
+    """
     for name, field in schema.model_fields.items():
         below = field.annotation
         if isinstance(below, type) and issubclass(below, BaseModel):
             yield from [prefix + name] * sections
-            yield from keys(below, f"{prefix}{name}.", sections=sections)
-        else:
-            yield prefix + name
+            yield from keys(below, f"{prefix}{name}.", sections=sections, place=place)
+            continue
+        yield prefix + name
+        for record in get_args(below) if place else ():
+            if isinstance(record, type) and issubclass(record, BaseModel):
+                yield from keys(record, f"{prefix}{name}.{place}.", sections=sections)

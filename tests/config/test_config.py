@@ -326,6 +326,14 @@ def test_changed_keys_are_named():
         ("rewrad=jpeg", 'unknown key "rewrad"; did you mean "reward"'),
         ("algorithm.bta=2", 'unknown key "algorithm.bta"; did you mean "algorithm.beta"'),
         (
+            "data.mixture=[{path: a.txt, wieght: 2}]",
+            'unknown key "data.mixture.0.wieght"; did you mean "data.mixture.0.weight"',
+        ),
+        (
+            "data.mixture.0.weight=2",
+            "data.mixture[0]: the list is shorter; write it whole, as data.mixture=[...]",
+        ),
+        (
             "train.mode=lorra",
             "train.mode='lorra' should be 'lora' or 'full'; did you mean \"lora\"?",
         ),

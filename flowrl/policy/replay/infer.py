@@ -273,11 +273,10 @@ def _moves(slot: Slot, zeros: list[Tensor], sigmas: Tensor, close: float) -> boo
         return False
     over = [z / slot.factor(s).item() for z, s in zip(zeros, sigmas, strict=True)]
     slope = (over[-1] - over[0]) / (sigmas[-1] - sigmas[0]).item()
-    for value, s in zip(over, sigmas, strict=True):
-        off = (over[0] + slope * (s - sigmas[0]).item() - value).abs().max()
-        if off > close * value.abs().max():
-            raise UnreplayableError(f"argument {name(slot.path)} mixes latents and time")
-    if slot.map.const is None:
+    line = [over[0] + slope * (s - sigmas[0]).item() for s in sigmas]
+    pairs = zip(line, over, strict=True)
+    straight = all((on - value).abs().max() <= close * value.abs().max() for on, value in pairs)
+    if slot.map.const is None or not straight:
         raise UnreplayableError(f"argument {name(slot.path)} mixes latents and time")
     return True
 
