@@ -23,6 +23,8 @@ Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
 WORLDS = {
     "shapes": "flowrl.shapes.prompts",
     "stickers": "flowrl.scenes.stickers.prompts",
+    "stickers_motion": "flowrl.scenes.stickers.motions",
+    "stickers_edit": "flowrl.scenes.stickers.edits",
     "geneval": "flowrl.data.geneval",
     "ocr": "flowrl.data.ocr",
     "everyday": "flowrl.data.everyday",
@@ -30,9 +32,9 @@ WORLDS = {
 
 
 def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
-    """Load prompts of a file, whose form its content decides; prompts that ship (shapes:train|eval,
-    stickers:, geneval:, ocr:, everyday:); prompts from a function of the user's
-    (path/to/file.py:NAME); or prompts of a dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
+    """Load prompts of a file, whose form its content decides; prompts that ship (a name of WORLDS
+    with :train or :eval); prompts from a function of the user's (path/to/file.py:NAME); or prompts
+    of a dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
 
     Forms of files: one prompt a line (plain.py), JSON, tables (texts.py), parquet, tar shards of
     webdataset; a row is {"prompt": ..., **meta}. "reference" is the path of an image, from the

@@ -251,5 +251,5 @@ def test_plugins_of_ones_own_are_read_where_torch_was_not_imported(answers, line
 
 def test_a_list_of_rewards_has_a_line_for_each(answers):
     lines = answers["list rewards"]["said"].splitlines()
-    assert len(lines) == 37 and max(map(len, lines)) <= 100
+    assert len(lines) == 39 and max(map(len, lines)) <= 100
     assert "jpeg               minus kilobytes at JPEG quality 95, divided by 500" in lines

@@ -19,6 +19,8 @@ from flowrl.scenes.stickers.scenes import (
     StickerScene,
     render,
 )
+from flowrl.shapes.scenes import Object
+from flowrl.shapes.scenes import render as render_shapes
 
 
 def drawn(count, seed=0):
@@ -146,6 +148,8 @@ def test_bad_input_is_refused_in_a_sentence():
     reward = rewards.load("stickers")
     assert "has no word" in (reward.complaint({"prompt": "a red circle"}) or "")
     assert reward.complaint({"prompt": "an octopus"}) is None
+    circle = render_shapes([Object("circle", "red", 20, 20, 10)])[None]  # of another world
+    assert reward(circle, ["an apple"]).item() == 0
     with pytest.raises(
         ValueError, match=r"reads square pictures \(B, 3, S, S\), not \(1, 3, 64, 32"
     ):

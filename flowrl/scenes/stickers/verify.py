@@ -21,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.scenes.grammar import RELATIONS, Picture
-from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, PIXELS, SIZES, holds, sprites
+from flowrl.scenes.stickers.scenes import (
+    BACKGROUNDS,
+    OBJECTS,
+    PIXELS,
+    SIZES,
+    StickerScene,
+    holds,
+    sprites,
+)
 from flowrl.shapes.verify import components, objects
 
 ERROR, DETAIL = 0.06, 0.45  # largest errors of an object that is recognised
@@ -53,6 +61,12 @@ class FoundScene:
     def known(self) -> bool:
         """Whether the background and every object were recognised."""
         return self.background is not None and all(o.name is not None for o in self.objects)
+
+
+def truth(scene: StickerScene) -> FoundScene:
+    """What is to be found in the picture of a scene."""
+    found = (FoundSticker(o.name, o.x, o.y, o.size) for o in scene.objects)
+    return FoundScene(tuple(found), scene.background)
 
 
 @cache
@@ -93,16 +107,22 @@ def detail(d: Tensor) -> Tensor:
     return d - F.avg_pool2d(d, 3, stride=1, padding=1)
 
 
-def detect(images: Tensor) -> list[FoundScene]:
-    """Read each of (B, 3, S, S) images in [0, 1], in px of the 64 x 64 world; another size is
-    scaled to it."""
+def to_world(images: Tensor) -> Tensor:
+    """Scale (B, 3, S, S) to (B, 3, 64, 64) fp32 in [0, 1]; other shapes -> ValueError."""
     if images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
         raise ValueError(
             f"the stickers verifier reads square pictures (B, 3, S, S), not {tuple(images.shape)}"
         )
     images = images.float().clamp(0, 1)
-    if images.shape[-1] != PIXELS:
-        images = F.interpolate(images, (PIXELS, PIXELS), mode="bilinear", antialias=True)
+    if images.shape[-1] == PIXELS:
+        return images
+    return F.interpolate(images, (PIXELS, PIXELS), mode="bilinear", antialias=True)
+
+
+def detect(images: Tensor) -> list[FoundScene]:
+    """Read each of (B, 3, S, S) images in [0, 1], in px of the 64 x 64 world; see `to_world` for
+    other sizes."""
+    images = to_world(images)
     # The background is the median of the two outer rows and columns, where no object is.
     ring = torch.ones(PIXELS, PIXELS, dtype=torch.bool, device=images.device)
     ring[2:-2, 2:-2] = False

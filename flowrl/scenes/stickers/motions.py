@@ -1,0 +1,129 @@
+"""Motions of the stickers world: prompts, videos, and a verifier that reads every frame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from flowrl.scenes.grammar import DIRECTIONS, MOTIONS, Motion, read, sentences, text
+from flowrl.scenes.stickers.prompts import PLAIN, WORLD, keyed
+from flowrl.scenes.stickers.scenes import MARGIN, PIXELS, SIZES, Sticker, StickerScene, place
+from flowrl.scenes.stickers.verify import FoundScene, truth
+from flowrl.shapes.prompts import Prompt, held_out, shared_out
+
+MOVED, GROWN = 8, 4  # px, least way and least change of size that count in full
+FEWEST = 3  # frames of a video
+STEADY = 0.9  # least direction that is strictly right
+BACKWARDS = ("moves left", "moves up", "disappears", "shrinks")  # drawn from the last frame on
+SHARES = dict.fromkeys(MOTIONS, 1 / len(MOTIONS))
+
+
+def all_prompts() -> list[Prompt]:
+    """Every motion that names no background; its task is its verb."""
+    return [
+        {"prompt": text(m), "task": m.verb, "combination": f"{m.thing.noun} {m.verb}"}
+        for m in sentences(WORLD).values()
+        if isinstance(m, Motion)
+    ]
+
+
+def train_prompts() -> list[Prompt]:
+    """Motions that RL trains on, disjoint in object and verb from `eval_prompts`."""
+    return shared_out([p for p in all_prompts() if not held_out(p)], 256, SHARES)
+
+
+def eval_prompts() -> list[Prompt]:
+    """Held-out motions."""
+    return shared_out([p for p in all_prompts() if held_out(p)], 64, SHARES)
+
+
+def frames(prompt: str, seed: int, number: int = 9) -> tuple[StickerScene, ...]:
+    """Draw the scenes of a video that a motion describes, a function of prompt, seed and number of
+    frames. What moves goes from one edge to the other. Fewer than FEWEST frames, or a sentence that
+    is no motion of this world -> ValueError."""
+    motion = read(prompt, WORLD, Motion)
+    if number < FEWEST:
+        raise ValueError(f'"{prompt}" takes at least {FEWEST} frames, not {number}')
+    generator = keyed(seed, prompt)
+    start = float(torch.rand((), generator=generator))  # when objects appear
+    times = torch.linspace(0, 1, number).tolist()
+    while True:
+        own = place([motion.thing.noun] * motion.thing.count, generator)
+        drawn = [_at(own, motion.verb, time, start) for time in times]
+        if motion.verb in BACKWARDS:
+            drawn.reverse()
+        scenes = tuple(StickerScene(one, motion.background or PLAIN) for one in drawn)
+        # a group that fills the picture has no room to move, and the smallest object none to grow
+        if verdict([truth(s) for s in scenes], motion)["strict"]:
+            return scenes
+
+
+def _at(own: tuple[Sticker, ...], verb: str, time: float, start: float) -> tuple[Sticker, ...]:
+    """The objects at a time in [0, 1] of a motion to the right or down, or that grow or appear."""
+    if "appears" in verb:
+        return own if time > start else ()
+    if not verb.startswith("moves"):
+        sizes = [round(SIZES[0] + time * (o.size - SIZES[0])) for o in own]
+        each = [(o, *o.corner, size) for o, size in zip(own, sizes, strict=True)]
+        return tuple(replace(o, x=x + s / 2, y=y + s / 2, size=s) for o, x, y, s in each)
+    axis = "x" if verb.endswith(("left", "right")) else "y"
+    low = min(getattr(o, axis) - o.size / 2 for o in own)
+    high = max(getattr(o, axis) + o.size / 2 for o in own)
+    step = MARGIN - low + round((PIXELS - 2 * MARGIN - (high - low)) * time)
+    return tuple(replace(o, **{axis: getattr(o, axis) + step}) for o in own)
+
+
+def verdict(found: list[FoundScene], motion: Motion) -> dict[str, float]:
+    """Judge the frames of a video, parts in [0, 1].
+
+    number: share of frames with as many objects as the motion has then. persistence: share of
+    frames in which every object is what the sentence names, on the background that it names or that
+    the first frame has. direction: the way in the asked direction (or the change of size) over the
+    whole way, less where it is below MOVED, of which a step counts for at most a half, so that a
+    jump is not enough; 1 where objects appear or disappear once. partial is the product of the
+    three; strict is 1 where the first two are 1 and direction is at least STEADY. Fewer than FEWEST
+    frames -> ValueError.
+    """
+    if len(found) < FEWEST:
+        shown = f"and the video has {len(found)}"
+        raise ValueError(f'"{text(motion)}" takes at least {FEWEST} frames, {shown}')
+    # a sentence that names no background leaves it open, but it must not change on the way
+    ground = motion.background or found[0].background
+    own = [
+        f.known() and f.background == ground and all(o.name == motion.thing.noun for o in f.objects)
+        for f in found
+    ]
+    counts, asked = [len(f.objects) for f in found], motion.thing.count
+    comes = motion.verb == "appears"
+    if comes or motion.verb == "disappears":
+        order = counts if comes else counts[::-1]
+        direction = float(order[0] == 0 and order[-1] == asked and order == sorted(order))
+        number = sum(count in (0, asked) for count in counts) / len(found)
+    else:
+        # frames with something missing or unknown have no mean place
+        whole = [f for f, right in zip(found, own, strict=True) if right]
+        direction = _along([f for f in whole if len(f.objects) == asked], motion.verb)
+        number = counts.count(asked) / len(found)
+    persistence = sum(own) / len(found)
+    strict = number == persistence == 1 and direction >= STEADY
+    parts = {"number": number, "persistence": persistence, "direction": direction}
+    return {"partial": number * persistence * direction, "strict": float(strict), **parts}
+
+
+def _along(whole: list[FoundScene], verb: str) -> float:
+    """The way, or the change of size, in its direction over its whole length."""
+    if len(whole) < 2:
+        return 0.0
+    middle = torch.tensor([[(o.x, o.y, o.size) for o in f.objects] for f in whole]).mean(1)
+    steps = middle.diff(dim=0)  # (F - 1, 3): x, y, size
+    if verb.startswith("moves"):
+        steps, least = steps[:, :2], MOVED
+        towards = torch.tensor(DIRECTIONS[verb.split()[1]], dtype=steps.dtype)
+    else:
+        steps, least = steps[:, 2:], GROWN
+        towards = torch.tensor([1.0 if verb == "grows" else -1.0])
+    ahead = steps @ towards
+    share = ahead.clamp(max=least / 2).sum().item() / least
+    net = ahead.sum().item()
+    return net / steps.norm(dim=1).sum().item() * min(1.0, share) if share > 0 else 0.0
