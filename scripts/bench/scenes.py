@@ -1,0 +1,281 @@
+"""Figures of the stickers verifiers: what they accept, what they refuse, and how long they take.
+
+    python scripts/bench/scenes.py --scenes 2000 --seed 0 [--kinds pictures motions edits]
+    python scripts/bench/scenes.py --vae FOLDER   # a pipeline's folder, or that of its VAE
+    python scripts/bench/scenes.py --vae vae.pt   # a checkpoint of embedded/train_stickers.py
+
+Sentences are drawn with equal shares of the tasks, and each is judged strictly: as drawn; through
+the VAE (of an edit the result alone); and with one picture spoilt, which is the picture, a frame
+that shows objects, or the result of the edit. Halved, mirrored and merged spoil its first object
+alone, the others all of it. Pictures of other scenes are left out where they fit the sentence.
+Milliseconds are those of the processor, on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.scenes.grammar import Edit, Motion, Picture, read
+from flowrl.scenes.stickers import edits, motions, prompts, verify
+from flowrl.scenes.stickers.prompts import WORLD
+from flowrl.scenes.stickers.scenes import (
+    BACKGROUNDS,
+    OBJECTS,
+    Sticker,
+    StickerScene,
+    render,
+    sprites,
+)
+from flowrl.scenes.stickers.verify import FoundScene
+
+KINDS = {"pictures": prompts, "motions": motions, "edits": edits}
+TOGETHER = 32  # sentences that are judged at once
+# An object is nearly symmetric if the squared difference from its mirror image is at most this
+# share of its squared difference from white.
+SYMMETRIC = 0.12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Scenes that a sentence describes, and how what is found in their pictures is judged."""
+
+    scenes: tuple[StickerScene, ...]  # a picture; frames; or source and result
+    judge: Callable[[Sequence[FoundScene]], bool]  # whether what is found is strictly right
+    given: int = 0  # number of scenes that no model draws: the source of an edit
+    spoilt: int  # place of the scene that is spoilt
+    number: int  # of the sample, a seed
+
+    @property
+    def truth(self) -> list[FoundScene]:
+        """What is to be found."""
+        return [verify.truth(scene) for scene in self.scenes]
+
+
+def drawn(kind: str, count: int, seed: int) -> Iterator[Drawn]:
+    """Draw sentences of a kind, with equal shares of the tasks."""
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for row in KINDS[kind].all_prompts():
+        tasks[row["task"]].append(row["prompt"])
+    choice = random.Random(seed)
+    for number in range(seed * count, (seed + 1) * count):
+        yield described(kind, choice.choice(list(tasks.values())[number % len(tasks)]), number)
+
+
+def described(kind: str, prompt: str, number: int) -> Drawn:
+    """Draw the scenes of a sentence."""
+    if kind == "pictures":
+        asked = read(prompt, WORLD, Picture)
+        scenes = (prompts.scene(prompt, number),)
+        judge = lambda found: verify.strict(found[0], asked)  # noqa: E731
+        return Drawn(scenes=scenes, judge=judge, spoilt=0, number=number)
+    if kind == "motions":
+        motion = read(prompt, WORLD, Motion)
+        video = motions.frames(prompt, number)
+        # An end of the video: emptied at another frame, objects may appear later, or disappear
+        # earlier, which is right as well.
+        place = -1 if motion.verb == "appears" else 0
+        shown = [i for i, scene in enumerate(video) if scene.objects]
+        judge = lambda found: motions.verdict(list(found), motion)["strict"] == 1  # noqa: E731
+        return Drawn(scenes=video, judge=judge, spoilt=shown[place], number=number)
+    edit = read(prompt, WORLD, Edit)
+    judge = lambda found: edits.verdict(found[0], found[1], edit)["strict"] == 1  # noqa: E731
+    scenes = edits.pair(prompt, number)
+    return Drawn(scenes=scenes, judge=judge, given=1, spoilt=1, number=number)
+
+
+@cache
+def symmetric() -> list[str]:
+    """Objects that are nearly their own mirror images."""
+    sprite = sprites(56)
+    less = sprite[:, :3] - sprite[:, 3:]  # less white
+    apart = (less - less.flip(-1)).square().sum((1, 2, 3)) / less.square().sum((1, 2, 3))
+    return [name for name, share in zip(OBJECTS, apart.tolist(), strict=True) if share <= SYMMETRIC]
+
+
+def color_of(scene: StickerScene) -> Tensor:
+    """The background, (3, 1, 1)."""
+    return torch.tensor(BACKGROUNDS[scene.background])[:, None, None]
+
+
+def tile(image: Tensor, sticker: Sticker) -> Tensor:
+    """The part of (3, 64, 64) where an object lies, to be read or written."""
+    x, y = sticker.corner
+    return image[:, y : y + sticker.size, x : x + sticker.size]
+
+
+def halved(scene: StickerScene) -> Tensor:
+    """Draw the left half of the first object."""
+    image = render(scene)
+    own = tile(image, scene.objects[0])
+    own[:, :, own.shape[2] // 2 :] = color_of(scene)
+    return image
+
+
+def mirrored(scene: StickerScene) -> Tensor | None:
+    """Draw the mirror image of the first object; None where it is nearly the same."""
+    if scene.objects[0].name in symmetric():
+        return None
+    image = render(scene)
+    own = tile(image, scene.objects[0])
+    own.copy_(own.flip(2).clone())
+    return image
+
+
+def merged(scene: StickerScene) -> Tensor:
+    """Draw another object over a part of the first one, half a tile to the right."""
+    first = scene.objects[0]
+    other = OBJECTS[(OBJECTS.index(first.name) + 7) % len(OBJECTS)]
+    over = replace(first, name=other, x=first.x + first.size // 2)
+    return render(replace(scene, objects=(*scene.objects, over)))
+
+
+def noisy(scene: StickerScene, number: int) -> Tensor:
+    image = render(scene)
+    noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(number))
+    return (image + 0.15 * noise).clamp(0, 1)
+
+
+def pale(scene: StickerScene) -> Tensor:
+    return color_of(scene) + 0.6 * (render(scene) - color_of(scene))
+
+
+SPOILT: dict[str, Callable[[StickerScene, int], Tensor | None]] = {
+    "blurred: means of 3 x 3 px": lambda scene, _: F.avg_pool2d(
+        render(scene)[None], 3, 1, 1, count_include_pad=False
+    )[0],
+    "pale: 60% of the contrast": lambda scene, _: pale(scene),
+    "halved": lambda scene, _: halved(scene),
+    "mirrored, of asymmetric objects": lambda scene, _: mirrored(scene),
+    "merged with another object": lambda scene, _: merged(scene),
+    "noise of 0.15": noisy,
+    "empty": lambda scene, _: render(replace(scene, objects=())),
+}
+
+
+def orders(own: list[FoundScene], one: Drawn) -> dict[str, list[FoundScene]]:
+    """Findings of an edit or of a video put together in wrong ways."""
+    if one.given:
+        return {"a copy of the source": [own[0], own[0]]}
+    if len(own) == 1:
+        return {}
+    return {"reversed": own[::-1], "a still": [own[one.spoilt]] * len(own)}
+
+
+class Reader:
+    """The verifier, and the time that it takes."""
+
+    def __init__(self) -> None:
+        self.seconds, self.pictures = 0.0, 0
+
+    def __call__(self, images: Tensor) -> list[FoundScene]:
+        began = time.process_time()
+        found = verify.detect(images)
+        self.seconds += time.process_time() - began
+        self.pictures += len(images)
+        return found
+
+
+def measure(
+    kind: str, count: int, seed: int, through: Callable[[Tensor], Tensor] | None
+) -> dict[str, str]:
+    """Judge sentences of a kind -> figures by name."""
+    rows: dict[str, list[bool]] = defaultdict(list)
+    every, reader = list(drawn(kind, count, seed)), Reader()
+    for start in range(0, count, TOGETHER):
+        part = every[start : start + TOGETHER]
+        images = torch.stack([render(scene) for one in part for scene in one.scenes])
+        size = len(part[0].scenes)
+        found = split(reader(images), size)
+        rows["accepted as drawn"] += [one.judge(f) for one, f in zip(part, found, strict=True)]
+        if through is not None:
+            made = split(reader(through(images)), size)
+            for one, source, f in zip(part, found, made, strict=True):
+                rows["accepted through the VAE"].append(
+                    one.judge(source[: one.given] + f[one.given :])
+                )
+        refuse(rows, part, found, reader)
+    out = {name: f"{sum(kept) / len(kept):.2%} of {len(kept)}" for name, kept in rows.items()}
+    return out | {"ms a picture": f"{1e3 * reader.seconds / reader.pictures:.1f}"}
+
+
+def split(found: list[FoundScene], size: int) -> list[list[FoundScene]]:
+    return [found[i : i + size] for i in range(0, len(found), size)]
+
+
+def refuse(
+    rows: dict[str, list[bool]], part: list[Drawn], found: list[list[FoundScene]], reader: Reader
+) -> None:
+    """Spoil pictures in every way, and book whether they are refused."""
+    for name, spoil in SPOILT.items():
+        spoilt = [spoil(one.scenes[one.spoilt], one.number) for one in part]
+        judged = [i for i, image in enumerate(spoilt) if image is not None]
+        images = [image for image in spoilt if image is not None]
+        seen = reader(torch.stack(images)) if images else []
+        for i, scene in zip(judged, seen, strict=True):
+            place = part[i].spoilt
+            wrong = [*found[i][:place], scene, *found[i][place + 1 :]]
+            rows[f"refused: {name}"].append(not part[i].judge(wrong))
+    for i, one in enumerate(part):
+        other = (i + 1) % len(part)
+        fits = one.judge(one.truth[: one.given] + part[other].truth[one.given :])
+        wrong = found[i][: one.given] + found[other][one.given :]
+        if not fits:
+            rows["refused: another scene"].append(not one.judge(wrong))
+        for name, order in orders(found[i], one).items():
+            rows[f"refused: {name}"].append(not one.judge(order))
+
+
+def autoencoder(path: Path) -> Callable[[Tensor], Tensor]:
+    """The round trip of pictures (B, 3, 64, 64) in [0, 1] through a VAE."""
+    from diffusers import AutoencoderKL
+
+    if path.suffix == ".pt":
+        sys.path.append(str(Path(__file__).parents[1] / "embedded"))
+        from train_stickers import vae
+
+        model = vae()
+        model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
+    else:
+        own = path / "vae"
+        model = AutoencoderKL.from_pretrained(own if own.is_dir() else path)
+    model = model.float().eval()
+
+    @torch.no_grad()
+    def through(images: Tensor) -> Tensor:
+        made = [model.decode(model.encode(i * 2 - 1).latent_dist.mode()) for i in images.split(64)]
+        return (torch.cat([m.sample for m in made]) / 2 + 0.5).clamp(0, 1)
+
+    return through
+
+
+def main(words: list[str] | None = None) -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--scenes", type=int, default=2000, help="sentences of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--vae", type=Path, help="a folder, or a checkpoint of train_stickers.py")
+    args = parser.parse_args(words)
+    torch.set_num_threads(1)
+    through = autoencoder(args.vae) if args.vae else None
+    found = {kind: measure(kind, args.scenes, args.seed, through) for kind in args.kinds}
+    print(f"nearly symmetric: {', '.join(symmetric())}\n")
+    print(f"| | {' | '.join(found)} |\n|-{'|-' * len(found)}|")
+    for name in dict.fromkeys(name for rows in found.values() for name in rows):
+        print(f"| {name} | {' | '.join(rows.get(name, '') for rows in found.values())} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The command that prints the figures of the stickers verifiers."""
+
+import pytest
+import scenes
+import torch
+from diffusers import AutoencoderKL
+
+from flowrl.scenes.stickers.scenes import Sticker, StickerScene, render
+
+CAT = StickerScene((Sticker("cat", 20.0, 20.0, 20), Sticker("taco", 46.0, 46.0, 22)), "blue")
+
+
+def table(capsys, *words):
+    """Rows of the printed table: name -> figures."""
+    scenes.main([*words])
+    lines = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines()]
+    return {line[0].strip(): [cell.strip() for cell in line[1:]] for line in lines if len(line) > 1}
+
+
+def test_what_is_drawn_is_accepted_and_what_is_spoilt_is_refused(capsys):
+    rows = table(capsys, "--scenes", "4")
+    assert rows[""] == ["pictures", "motions", "edits"]
+    assert rows["accepted as drawn"] == ["100.00% of 4"] * 3
+    assert {f"refused: {name}" for name in scenes.SPOILT} <= rows.keys()
+    refused = [cell for name, row in rows.items() if "refused" in name for cell in row if cell]
+    assert all(cell.startswith("100.00%") for cell in refused)
+    assert all(float(cell) > 0 for cell in rows["ms a picture"])
+
+
+def test_the_first_object_alone_is_spoilt():
+    for spoilt in (scenes.halved(CAT), scenes.merged(CAT)):
+        changed = (spoilt - render(CAT)).abs().amax(0) > 0
+        assert bool(changed[10:30, 20:40].any()) and not bool(changed[35:].any())
+    taco = StickerScene(CAT.objects[1:], "blue")
+    assert "cat" in scenes.symmetric() and scenes.mirrored(CAT) is None
+    torch.testing.assert_close(
+        scenes.mirrored(taco)[:, 35:57, 35:57], render(taco)[:, 35:57, 35:57].flip(2)
+    )
+
+
+def test_a_video_reversed_and_a_copy_of_a_source_are_what_they_say():
+    still, edit = (next(scenes.drawn(kind, 1, 0)) for kind in ("motions", "edits"))
+    own = still.truth
+    assert scenes.orders(own, still)["reversed"] == own[::-1]
+    assert set(scenes.orders(edit.truth, edit)) == {"a copy of the source"}
+
+
+def test_pictures_go_through_the_vae_of_a_folder(tmp_path, capsys):
+    """An untrained one, so that nothing is recognised."""
+    torch.manual_seed(0)
+    AutoencoderKL(block_out_channels=(8,), norm_num_groups=8).save_pretrained(tmp_path / "vae")
+    through = scenes.autoencoder(tmp_path)(torch.rand(2, 3, 64, 64))
+    assert through.shape == (2, 3, 64, 64) and 0 <= through.min() <= through.max() <= 1
+    words = ("--scenes", "2", "--kinds", "edits", "--vae", str(tmp_path))
+    assert table(capsys, *words)["accepted through the VAE"] == ["0.00% of 2"]
+
+
+def test_a_kind_that_does_not_exist_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        scenes.main(["--kinds", "sounds"])
+    assert "invalid choice: 'sounds'" in capsys.readouterr().err
