@@ -27,7 +27,7 @@ def budget(
     json_: Json = None,
 ) -> None:
     """Say what a run will need, before it runs. Without a GPU and without weights: memory,
-    seconds, rows and FLOPs of each phase, which cards it fits, and what makes it fit."""
+    seconds, network calls and FLOPs of each phase, which cards it fits, and what makes it fit."""
     from flowrl.runtime import log
     from flowrl.runtime.excerpt import part
 

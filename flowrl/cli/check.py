@@ -73,8 +73,8 @@ def check(
     json: Json = None,
 ) -> None:
     """Look at a model, a reward or data before training. Shows what was inferred about a model and
-    how exactly it replays, tries a reward on pictures whose truth is known, or lists every fault of
-    media and pairs of your own."""
+    how exactly it is repeated, tries a reward on pictures whose truth is known, or lists every
+    fault of media and pairs of your own."""
     with one_sentence_errors():
         # a command checks a model, a reward or data, each with the options that it reads
         if sum((model is not None, bool(reward), data is not None)) != 1:
