@@ -26,6 +26,9 @@ TREE := .mypy_cache/tree/flowrl
 # Other packages count as Any (reading torch's types takes a minute from cold), and optional record fields may be used without an assert.
 MYPY := --follow-imports=skip --no-strict-optional --disable-error-code=var-annotated
 
+# Bytecode is kept, or each process that a test starts would compile the package and each worker its tests.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help install quickstart test long browser real check docs lock lowest release
 
 help:
