@@ -22,7 +22,8 @@ PLAIN = dict(line.split(": ") for line in LIST.splitlines() if not line.startswi
 def insiders(text, where):
     """(page:line, word, plain word) of each insider word in a text, code and link targets aside."""
     text = CODE.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
-    words = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in PLAIN)
+    longest = sorted(PLAIN, key=len, reverse=True)  # "told apart" before "told"
+    words = "|".join(re.escape(word).replace(r"\ ", r"\s+") for word in longest)
     for found in re.finditer(rf"\b({words})s?\b", text, re.I):
         word = " ".join(found[1].lower().split())
         plain = {name.lower(): other for name, other in PLAIN.items()}[word]
