@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -38,10 +39,14 @@ def _learned_merges() -> list[tuple[str, str]]:
     return json.loads(learned.to_str())["model"]["merges"]
 
 
-def tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer whose merges are learned from the prompts, so that each word of the world is
-    one token."""
-    merges = _learned_merges()
+def tokenizer(
+    merges: Iterable[tuple[str, str]] | None = None, length: int = TEXT_TOKENS
+) -> CLIPTokenizer:
+    """A CLIP tokenizer of these merges, which pads to `length` tokens.
+
+    None: they are learned from the prompts of shapes, so that each word of them is one token.
+    """
+    merges = _learned_merges() if merges is None else list(merges)
     letters = [chr(c) for c in range(33, 127)]
     pieces = letters + [c + "</w>" for c in letters] + ["".join(m) for m in merges]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
@@ -53,7 +58,7 @@ def tokenizer() -> CLIPTokenizer:
         files[1].write_text(
             "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8"
         )
-        return CLIPTokenizer.from_pretrained(folder, model_max_length=TEXT_TOKENS)
+        return CLIPTokenizer.from_pretrained(folder, model_max_length=length)
 
 
 def text_encoder(tok: CLIPTokenizer) -> CLIPTextModelWithProjection:
