@@ -6,25 +6,34 @@
 
 The text encoder is trained with the network that it conditions. What its last token says has to
 name every part of the prompt (a linear head and a cross-entropy), without which small models learn
-late which word belongs to which.
+late which word belongs to which. train_stickers_edit.py and train_stickers_wan.py train the other
+two models with the same loops.
 
-Every stage prints its loss, saves to --work every --save steps and goes on from there when it is
-started again. A batch is a function of (seed, step): on one thread of a CPU, an interrupted stage
-ends with the weights of an uninterrupted one, bit for bit.
+Every stage prints its loss, saves to --work every --save steps (latents every five minutes) and
+goes on from there when it is started again. A batch is a function of (seed, step): on one thread of
+a CPU, an interrupted stage ends with the weights of an uninterrupted one, bit for bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers import (
+    AutoencoderKL,
+    DDIMScheduler,
+    DiffusionPipeline,
+    StableDiffusionPipeline,
+    UNet2DConditionModel,
+)
 from torch import Tensor
 from train_shapes import Progress, descend, finish, learning_rate, optimizers_of, resume, save
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
@@ -36,7 +45,8 @@ from flowrl.shapes import build
 
 TEXT_TOKENS = 16  # the longest prompt has 12 words
 WIDTH = 96  # of the text encoder
-SETTINGS = ("seed", "batch", "scenes", "lr", "read_weight", "vae_kl", "vae_lr", "vae_batch")
+CHUNK = 128  # pictures that are encoded at once
+OF_A_MACHINE = ("stage", "work", "out", "device", "threads", "save")  # no part of the provenance
 
 OBJECT_SHARES = (0.35, 0.35, 0.15, 0.15)  # pictures of one, two, three and four objects
 SHARES = {"single_object": 0.15, "two_object": 0.2, "counting": 0.2, "position": 0.3}
@@ -73,10 +83,14 @@ def draw(generator: torch.Generator) -> Tensor:
     return render(StickerScene(place([OBJECTS[k] for k in kinds], generator), background))
 
 
-def pictures(seed: int, step: int, count: int) -> tuple[Tensor, torch.Generator]:
-    """Pictures (count, 3, 64, 64) in [-1, 1] of a step, and the generator that drew them."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    return torch.stack([draw(generator) for _ in range(count)]) * 2 - 1, generator
+def generator_of(args: argparse.Namespace, step: int) -> torch.Generator:
+    """What a step draws its batch with."""
+    return torch.Generator().manual_seed(args.seed * 1_000_003 + step)
+
+
+def pictures(count: int, generator: torch.Generator) -> Tensor:
+    """Drawn pictures (count, 3, 64, 64) in [-1, 1]."""
+    return torch.stack([draw(generator) for _ in range(count)]) * 2 - 1
 
 
 def edges(x: Tensor) -> Tensor:
@@ -84,15 +98,26 @@ def edges(x: Tensor) -> Tensor:
     return torch.cat([x.diff(dim=-1).flatten(), x.diff(dim=-2).flatten()])
 
 
-def train_vae(args: argparse.Namespace) -> None:
+def fit_autoencoder(
+    args: argparse.Namespace,
+    stage: str,
+    make: Callable[[], torch.nn.Module],
+    data: Callable[[int, torch.Generator], Tensor],
+) -> None:
+    """Train the autoencoder that `make` makes on batches of `data(count, generator)`.
+
+    Errors of pixels and of their differences, and a KL to the unit normal.
+    """
     torch.manual_seed(args.seed)
-    model = vae().to(args.device)
+    model: Any = make().to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
-    start = resume(args.work / "vae.pt", model=model, optimizer=optimizer)
+    path = args.work / f"{stage}.pt"
+    start = resume(path, model=model, optimizer=optimizer)
     for step in range(start, args.vae_steps):
-        x, g = pictures(args.seed, step, args.vae_batch)
-        posterior = model.encode(x.to(args.device)).latent_dist
-        error = model.decode(posterior.sample(generator=g)).sample - x.to(args.device)
+        g = generator_of(args, step)
+        x = data(args.vae_batch, g).to(args.device)
+        posterior = model.encode(x).latent_dist
+        error = model.decode(posterior.sample(generator=g)).sample - x
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         loss = error.abs().mean() + error.square().mean() + edges(error).abs().mean()
         loss = loss + args.vae_kl * kl
@@ -100,17 +125,25 @@ def train_vae(args: argparse.Namespace) -> None:
         if step % 50 == 0:
             mse = error.square().mean().item()
             said = f"loss {loss.item():.4f} mse {mse:.5f} kl {kl.item():.3f}"
-            print(f"vae {step} {said}", flush=True)
+            print(f"{stage} {step} {said}", flush=True)
         if (step + 1) % args.save == 0 or step + 1 == args.vae_steps:
-            save(args.work / "vae.pt", step + 1, model=model, optimizer=optimizer)
+            save(path, step + 1, model=model, optimizer=optimizer)
+
+
+def train_vae(args: argparse.Namespace) -> None:
+    fit_autoencoder(args, "vae", vae, pictures)
+
+
+def words_of_the_world() -> list[str]:
+    """Every word of its pictures, motions and edits, for all of its models."""
+    grounds = " ".join(prompts.WORLD.backgrounds)
+    text = [*grammar.sentences(prompts.WORLD), f"on a background {grounds}"]
+    return sorted({word for sentence in text for word in sentence.split()})
 
 
 def tokenizer() -> CLIPTokenizer:
-    """One token a word of the world: pictures, motions and edits, for all of its models."""
-    grounds = " ".join(prompts.WORLD.backgrounds)
-    text = [*grammar.sentences(prompts.WORLD), f"on a background {grounds}"]
-    words = sorted({word for sentence in text for word in sentence.split()})
-    return build.tokenizer(word_merges(words), TEXT_TOKENS)
+    """One token a word."""
+    return build.tokenizer(word_merges(words_of_the_world()), TEXT_TOKENS)
 
 
 def word_merges(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -153,11 +186,11 @@ def text_encoder(tok: CLIPTokenizer) -> CLIPTextModel:
     )
 
 
-def unet() -> UNet2DConditionModel:
-    """Two levels of 8 x 8 and 4 x 4, 2.8 M parameters."""
+def unet(channels: int = 16) -> UNet2DConditionModel:
+    """Two levels of 8 x 8 and 4 x 4, 2.8 M parameters; `channels` go in, the first 16 noisy."""
     return UNet2DConditionModel(
         sample_size=8,
-        in_channels=16,
+        in_channels=channels,
         out_channels=16,
         block_out_channels=(64, 96),
         layers_per_block=1,
@@ -184,48 +217,56 @@ def scheduler() -> DDIMScheduler:
 class Denoiser(torch.nn.Module):
     """Text encoder and UNet as one module."""
 
-    def __init__(self, tok: CLIPTokenizer) -> None:
+    def __init__(self, tok: CLIPTokenizer, channels: int = 16) -> None:
         super().__init__()
-        self.text_encoder, self.unet = text_encoder(tok), unet()
+        self.text_encoder, self.unet = text_encoder(tok), unet(channels)
 
     def forward(self, x: Tensor, t: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The noise in x (B, 16, 8, 8), and the text's pooled state (B, WIDTH)."""
+        """The noise (B, 16, 8, 8) in x (B, channels, 8, 8), and the text's pooled state
+        (B, WIDTH)."""
         text = self.text_encoder(ids)
         return self.unet(x, t, text.last_hidden_state).sample, text.pooler_output
 
 
 class Reading(torch.nn.Linear):
-    """What a pooled state says of a prompt: both objects, how many of the first, how they are
-    joined, and the background; each may be absent."""
+    """What a pooled state says of a sentence, part by part."""
 
-    PARTS = (
-        OBJECTS,
-        (None, *OBJECTS),
-        tuple(grammar.NUMBERS),
-        (None, *grammar.JOINS),
-        (None, *BACKGROUNDS),
-    )
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, sum(map(len, self.PARTS)))
+    def __init__(
+        self,
+        parts: Sequence[Sequence[object]],  # what each part can be
+        say: Callable[[str], Sequence[object]],  # a sentence to what each part is
+        width: int = WIDTH,  # of the pooled state
+    ) -> None:
+        super().__init__(width, sum(map(len, parts)))
+        self.parts, self.say = parts, say
 
     def labels(self, text: Sequence[str]) -> Tensor:
-        """(N, 5): the indices in PARTS of what prompts say."""
+        """(N, parts): the indices in `parts` of what sentences say."""
         known = {one: self._label(one) for one in set(text)}
         return torch.tensor([known[one] for one in text])
 
     def _label(self, text: str) -> list[int]:
-        said = grammar.read(text, prompts.WORLD, grammar.Picture)
-        first, *others = said.things
-        other = others[0].noun if others else None
-        words = (first.noun, other, first.count, said.join, said.background)
-        return [part.index(word) for part, word in zip(self.PARTS, words, strict=True)]
+        return [part.index(word) for part, word in zip(self.parts, self.say(text), strict=True)]
 
     def loss(self, pooled: Tensor, labels: Tensor) -> Tensor:
         """Sum of the parts' cross-entropies; a label of -100 does not count."""
-        logits = self(pooled).split([len(part) for part in self.PARTS], 1)
+        logits = self(pooled).split([len(part) for part in self.parts], 1)
         losses = (F.cross_entropy(one, labels[:, i]) for i, one in enumerate(logits))
         return sum(losses, torch.zeros(()))
+
+
+def picture_words(text: str) -> tuple[object, ...]:
+    """Both objects of a picture, how many of the first, how they are joined, the background."""
+    said = grammar.read(text, prompts.WORLD, grammar.Picture)
+    first, *others = said.things
+    other = others[0].noun if others else None
+    return first.noun, other, first.count, said.join, said.background
+
+
+def picture_reading() -> Reading:
+    nouns, counts = OBJECTS, tuple(grammar.NUMBERS)
+    parts = (nouns, (None, *nouns), counts, (None, *grammar.JOINS), (None, *BACKGROUNDS))
+    return Reading(parts, picture_words)
 
 
 def sentences_of(count: int, seed: int) -> list[str]:
@@ -247,153 +288,230 @@ def sentences_of(count: int, seed: int) -> list[str]:
 
 
 @torch.no_grad()
-def latents(args: argparse.Namespace) -> tuple[Tensor, list[str]]:
-    """Latents (N, 16, 8, 8) fp16 of unit variance of drawn scenes, and their prompts; cached."""
+def encoded(path: Path, total: int, encode: Callable[[Sequence[int]], Tensor]) -> Tensor:
+    """Latents (total, ...) fp32 that `encode` gives for rows; `path` keeps those that are done."""
+    done = torch.load(path, weights_only=True) if path.exists() else []
+    saved = time.time()
+    for first in range(len(done) * CHUNK, total, CHUNK):
+        done.append(encode(range(first, min(first + CHUNK, total))).cpu())
+        if time.time() - saved > 300 or first + CHUNK >= total:
+            temporary = path.with_suffix(".tmp")
+            torch.save(done, temporary)
+            temporary.replace(path)
+            saved = time.time()
+            print(f"{path.stem}: {min(first + CHUNK, total)} of {total}", flush=True)
+    return torch.cat(done)
+
+
+def encoder(args: argparse.Namespace) -> Callable[[Sequence[StickerScene]], Tensor]:
+    """Scenes to latents (N, 16, 8, 8): the posterior's mode, as pipelines take it."""
+    model = vae().to(args.device).eval()
+    resume(args.work / "vae.pt", model=model)
+
+    def encode(scenes: Sequence[StickerScene]) -> Tensor:
+        x = torch.stack([render(one) for one in scenes]) * 2 - 1
+        return model.encode(x.to(args.device)).latent_dist.mode()
+
+    return encode
+
+
+def latents(args: argparse.Namespace) -> dict[str, Any]:
+    """Latents "z" (N, 16, 8, 8) fp16 of unit variance of drawn scenes, their prompts "text", and
+    what they were multiplied with, "scale"; cached."""
     path = args.work / f"latents-{args.scenes}.pt"
     if not path.exists():
-        model = vae().to(args.device).eval()
-        resume(args.work / "vae.pt", model=model)
-        text = sentences_of(args.scenes, args.seed)
-        z = []
-        for first in range(0, len(text), 128):
-            rows = range(first, min(first + 128, len(text)))
-            x = torch.stack([render(prompts.scene(text[row], row)) for row in rows]) * 2 - 1
-            z.append(model.encode(x.to(args.device)).latent_dist.mode().cpu())
-        every = torch.cat(z)
+        text, encode = sentences_of(args.scenes, args.seed), encoder(args)
+        every = encoded(
+            path.with_suffix(".part"),
+            len(text),
+            lambda rows: encode([prompts.scene(text[row], row) for row in rows]),
+        )
         scale = 1 / every.std().item()
         torch.save({"z": (every * scale).half(), "text": text, "scale": scale}, path)
-    cached = torch.load(path, weights_only=True)
-    return cached["z"], cached["text"]
+    return torch.load(path, weights_only=True)
+
+
+def levels(count: int, g: torch.Generator) -> Tensor:
+    """(count,) noise levels in [0, 1], where 1 is noise alone. High ones, where the layout is
+    decided, are more frequent: 1 - u^1.5."""
+    return 1 - torch.rand(count, generator=g) ** 1.5
 
 
 class Batches:
     """Batches of noisy latents: each is a function of (seed, step)."""
 
-    def __init__(self, args: argparse.Namespace, tok: CLIPTokenizer):
-        self.args = args
-        self.z, text = latents(args)
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        tok: Any,
+        reading: Reading,
+        z: Tensor,  # (N, ...) fp16 of unit variance: what is to be drawn
+        text: Sequence[str],  # N
+    ) -> None:
         pad = {"padding": "max_length", "max_length": TEXT_TOKENS, "return_tensors": "pt"}
         self.ids, self.empty = tok(text, **pad).input_ids, tok([""], **pad).input_ids
-        self.labels = Reading().labels(text)
+        self.args, self.z, self.labels = args, z, reading.labels(text)
         self.alphas = scheduler().alphas_cumprod
 
     def __call__(self, step: int) -> list[Tensor]:
-        """(x_t, t, eps, tokens, labels), a tenth of them without their prompt, which have the
-        label -100.
-
-        High noise levels, where the layout is decided, are more frequent: t = T (1 - u^1.5).
-        """
-        count, g = self.args.batch, torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
+        """(x_t, t, target, tokens, labels), a tenth of them without their prompt, which have the
+        label -100."""
+        count, g = self.args.batch, generator_of(self.args, step)
         rows = torch.randint(len(self.z), (count,), generator=g)
         x0, eps = self.z[rows].float(), torch.randn(count, *self.z.shape[1:], generator=g)
-        t = (len(self.alphas) * (1 - torch.rand(count, generator=g) ** 1.5)).long()
-        t = t.clamp(max=len(self.alphas) - 1)
-        dropped = torch.rand(count, 1, generator=g) < 0.1
+        x, t, target = self.noisy(x0, eps, levels(count, g))
+        u = torch.rand(count, generator=g)
+        dropped = (u < 0.1)[:, None]
         tokens = torch.where(dropped, self.empty, self.ids[rows])
         labels = torch.where(dropped, -100, self.labels[rows])
+        out = (self.seen(x, rows, u), t, target, tokens, labels)
+        return [tensor.to(self.args.device) for tensor in out]
+
+    def noisy(self, x0: Tensor, eps: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the network sees of x0, its time, and what it has to say: here the noise."""
+        t = (len(self.alphas) * level).long().clamp(max=len(self.alphas) - 1)
         alpha = self.alphas[t][:, None, None, None]
-        x = alpha.sqrt() * x0 + (1 - alpha).sqrt() * eps
-        return [tensor.to(self.args.device) for tensor in (x, t, eps, tokens, labels)]
+        return alpha.sqrt() * x0 + (1 - alpha).sqrt() * eps, t, eps
+
+    def seen(self, x: Tensor, rows: Tensor, u: Tensor) -> Tensor:
+        """x and what else the network sees; u (B,) in [0, 1) is below 0.1 where it sees no
+        prompt."""
+        return x
 
 
-def train_sd(args: argparse.Namespace) -> None:
-    tok = tokenizer()
-    batches = Batches(args, tok)
-    torch.manual_seed(args.seed)
-    model, reading = Denoiser(tok).to(args.device), Reading().to(args.device)
+def fit(
+    args: argparse.Namespace, stage: str, model: torch.nn.Module, reading: Reading, batches: Batches
+) -> None:
+    """Train a denoiser and what reads its text; "ema" is the denoiser's average."""
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     optimizers = optimizers_of(model, muon=True)
     optimizers["reader"] = torch.optim.AdamW(reading.parameters())
     parts = {"model": model, "ema": ema, "reading": reading} | optimizers
-    start = resume(args.work / "sd.pt", **parts)
-    trained, progress = torch.nn.ModuleList([model, reading]), Progress("sd", start, decay=0.99)
+    path = args.work / f"{stage}.pt"
+    start = resume(path, **parts)
+    trained, progress = torch.nn.ModuleList([model, reading]), Progress(stage, start, decay=0.99)
     for step in range(start, args.steps):
-        x, t, eps, tokens, labels = batches(step)
-        noise, pooled = model(x, t, tokens)
-        loss = F.mse_loss(noise, eps)
+        x, t, target, tokens, labels = batches(step)
+        predicted, pooled = model(x, t, tokens)
+        loss = F.mse_loss(predicted, target)
         progress(step, loss)
         loss = loss + args.read_weight * reading.loss(pooled, labels)
         descend(loss, trained, optimizers.values(), learning_rate(step, args.steps, args.lr))
         decay = min(0.999, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
         if (step + 1) % args.save == 0 or step + 1 == args.steps:
-            save(args.work / "sd.pt", step + 1, **parts)
+            save(path, step + 1, **parts)
+
+
+def train_sd(args: argparse.Namespace) -> None:
+    tok, data = tokenizer(), latents(args)
+    torch.manual_seed(args.seed)
+    model, reading = Denoiser(tok).to(args.device), picture_reading().to(args.device)
+    fit(args, "sd", model, reading, Batches(args, tok, reading, data["z"], data["text"]))
 
 
 def export_sd(args: argparse.Namespace) -> None:
-    """Write the averaged weights as a diffusers pipeline in fp16, with provenance beside it."""
-    tok, autoencoder = tokenizer(), vae()
+    export_stable(args, StableDiffusionPipeline, Denoiser(tokenizer()), "sd", __file__)
+
+
+def export_stable(
+    args: argparse.Namespace, kind: Any, model: Denoiser, stage: str, script: str
+) -> None:
+    """Write a stage's averaged weights as a pipeline of Stable Diffusion's family."""
+    autoencoder = vae()
     vae_steps = resume(args.work / "vae.pt", model=autoencoder)
-    model = Denoiser(tok)
-    steps = resume(args.work / "sd.pt", ema=model)
-    scale = torch.load(args.work / f"latents-{args.scenes}.pt", weights_only=True)["scale"]
-    autoencoder.register_to_config(scaling_factor=scale)
-    parts = {"vae": autoencoder, "unet": model.unet, "text_encoder": model.text_encoder}
-    pipe = StableDiffusionPipeline(
-        **{name: part.half() for name, part in parts.items()},
-        tokenizer=tok,
+    steps = resume(args.work / f"{stage}.pt", ema=model)
+    autoencoder.register_to_config(scaling_factor=latents(args)["scale"])
+    pipe = kind(
+        vae=autoencoder.half(),
+        unet=model.unet.half(),
+        text_encoder=model.text_encoder.half(),
+        tokenizer=tokenizer(),
         scheduler=scheduler(),
         safety_checker=None,
         feature_extractor=None,
         image_encoder=None,
         requires_safety_checker=False,
     )
+    write(args, pipe, script, vae_steps=vae_steps, steps=steps)
+
+
+def write(args: argparse.Namespace, pipe: DiffusionPipeline, script: str, **steps: int) -> None:
+    """Write a pipeline whose weights are fp16 to --out, with provenance beside it."""
     pipe.save_pretrained(args.out)
+    sizes = {
+        name: sum(p.numel() for p in part.parameters())
+        for name, part in pipe.components.items()
+        if isinstance(part, torch.nn.Module)
+    }
     provenance = {
-        "made_by": "scripts/embedded/train_stickers.py",
+        "made_by": f"scripts/embedded/{Path(script).name}",
         "license": "Apache-2.0",
         "data": "rendered by flowrl.scenes.stickers from Noto Emoji's pictures; no other data",
-        "vae_steps": vae_steps,
-        "steps": steps,
-        "settings": {name: getattr(args, name) for name in SETTINGS},
-        "parameters": {k: sum(p.numel() for p in v.parameters()) for k, v in parts.items()},
+        **steps,
+        "settings": {k: v for k, v in vars(args).items() if k not in OF_A_MACHINE},
+        "parameters": sizes,
     }
     finish(Path(args.out), provenance)
 
 
-def parser() -> argparse.ArgumentParser:
+Stages = dict[str, Callable[[argparse.Namespace], None]]
+
+
+def parser(doc: str, stages: Stages, out: str) -> argparse.ArgumentParser:
+    """What all scripts of stickers share."""
     raw = argparse.RawDescriptionHelpFormatter
-    out = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    add = out.add_argument
-    add("stage", choices=list(STAGES))
+    made = argparse.ArgumentParser(description=doc, formatter_class=raw)
+    add = made.add_argument
+    add("stage", choices=list(stages))
     add("--work", type=Path, default=Path("runs/stickers"), help="where checkpoints lie")
+    add("--out", default=out, help="where export writes the pipeline")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--threads", type=int, default=2)
     add("--seed", type=int, default=0)
     add("--save", type=int, default=250, help="steps between checkpoints")
-    add_vae(add)
-    add_sd(add)
-    return out
+    return made
 
 
-def add_vae(add: Callable[..., object]) -> None:
-    add("--vae-steps", type=int, default=6000)
-    add("--vae-batch", type=int, default=8)
+def add_vae(made: argparse.ArgumentParser, **defaults: float) -> None:
+    add = made.add_argument
+    add("--vae-steps", type=int)
+    add("--vae-batch", type=int)
     add("--vae-lr", type=float, default=2e-3, help="peak learning rate")
     add("--vae-kl", type=float, default=5e-4, help="weight of the KL to the unit normal")
+    made.set_defaults(**defaults)
 
 
-def add_sd(add: Callable[..., object]) -> None:
-    add("--out", default="flowrl/scenes/stickers/sd", help="where export-sd writes the pipeline")
+def add_denoiser(made: argparse.ArgumentParser, **defaults: float) -> None:
+    add = made.add_argument
     add("--scenes", type=int, default=40_000, help="drawn scenes, whose latents are kept")
-    add("--steps", type=int, default=16_000)
+    add("--steps", type=int)
     add("--batch", type=int, default=64)
     add("--lr", type=float, default=1.5e-3, help="peak learning rate")
     add("--read-weight", type=float, default=0.1, help="of the loss of reading")
+    made.set_defaults(**defaults)
 
 
-STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "vae": train_vae,
-    "sd": train_sd,
-    "export-sd": export_sd,
-}
+def run(made: argparse.ArgumentParser, stages: Stages, words: list[str] | None) -> None:
+    """Run the stage that the words of a command line name."""
+    args = made.parse_args(words)
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(args.threads)
+    stages[args.stage](args)
+
+
+STAGES: Stages = {"vae": train_vae, "sd": train_sd, "export-sd": export_sd}
+
+
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__ or "", STAGES, "flowrl/scenes/stickers/sd")
+    add_vae(made, vae_steps=6000, vae_batch=8)
+    add_denoiser(made, steps=16_000)
+    return made
 
 
 def main(words: list[str] | None = None) -> None:
-    args = parser().parse_args(words)
-    args.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(args.threads)
-    STAGES[args.stage](args)
+    run(arguments(), STAGES, words)
 
 
 if __name__ == "__main__":

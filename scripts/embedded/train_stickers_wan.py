@@ -1,0 +1,255 @@
+"""Pretrain stickers-wan, which draws videos of 9 frames of 64 x 64 px: a video VAE, then a Wan
+transformer by flow matching.
+
+    python scripts/embedded/train_stickers_wan.py wan-vae    --work runs/stickers   # an hour
+    python scripts/embedded/train_stickers_wan.py wan        --work runs/stickers   # hours
+    python scripts/embedded/train_stickers_wan.py export-wan --work runs/stickers
+
+Stages save and go on as those of train_stickers.py do, and the text encoder is trained with the
+transformer as it is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+from train_shapes import resume
+from train_stickers import (
+    WHITE,
+    Batches,
+    Reading,
+    Stages,
+    add_denoiser,
+    add_vae,
+    encoded,
+    fit,
+    fit_autoencoder,
+    parser,
+    run,
+    words_of_the_world,
+    write,
+)
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from flowrl.scenes import grammar
+from flowrl.scenes.stickers import motions
+from flowrl.scenes.stickers.prompts import WORLD
+from flowrl.scenes.stickers.scenes import render
+
+FRAMES = 9
+TEXT_WIDTH = 64
+PADDED = 512  # tokens to which WanPipeline pads a text unless it is told otherwise
+SHIFT = 3.0  # of the exported scheduler's noise levels
+
+
+def wan_vae(mean: Sequence[float] = (0.0,) * 16, std: Sequence[float] = (1.0,) * 16) -> Any:
+    """9 frames of 64 x 64 px to 16 channels of 3 x 8 x 8, 0.67 M parameters.
+
+    Pixels come in patches of 2 x 2, as in Wan 2.2: a quarter of the places in the costliest layers.
+    """
+    return AutoencoderKLWan(
+        base_dim=16,
+        z_dim=16,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        latents_mean=list(mean),
+        latents_std=list(std),
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        scale_factor_temporal=4,
+        scale_factor_spatial=8,
+    )
+
+
+def motion_sentences(count: int, g: torch.Generator, plain: float) -> list[str]:
+    """Drawn motions; a share of `plain` names no background."""
+    known = [one for one in grammar.sentences(WORLD).values() if isinstance(one, grammar.Motion)]
+    out = []
+    for place, white, color in torch.rand(count, 3, generator=g).tolist():
+        motion = known[int(place * len(known))]
+        ground = WORLD.backgrounds[int(color * len(WORLD.backgrounds))] if white >= plain else None
+        out.append(grammar.text(grammar.Motion(motion.thing, motion.verb, ground)))
+    return out
+
+
+def video(text: str, seed: int) -> Tensor:
+    """A motion's video (3, 9, 64, 64) in [-1, 1], a function of text and seed."""
+    return torch.stack([render(scene) for scene in motions.frames(text, seed, FRAMES)], 1) * 2 - 1
+
+
+def videos(count: int, g: torch.Generator) -> Tensor:
+    """Drawn videos (count, 3, 9, 64, 64) in [-1, 1]."""
+    text = motion_sentences(count, g, WHITE)
+    seeds = torch.randint(2**31, (count,), generator=g).tolist()
+    return torch.stack([video(*row) for row in zip(text, seeds, strict=True)])
+
+
+def train_wan_vae(args: argparse.Namespace) -> None:
+    fit_autoencoder(args, "wan-vae", wan_vae, videos)
+
+
+def wan_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word, and T5's special tokens."""
+    pad, end, unknown = "<pad>", "</s>", "<unk>"
+    words = [pad, end, unknown, *words_of_the_world()]
+    tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=unknown))
+    tok.normalizer, tok.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    tok.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, words.index(end))]
+    )
+    named = {"pad_token": pad, "eos_token": end, "unk_token": unknown}
+    return PreTrainedTokenizerFast(tokenizer_object=tok, model_max_length=PADDED, **named)
+
+
+class WanDenoiser(torch.nn.Module):
+    """Text encoder and transformer as one module; the text is embedded as WanPipeline does."""
+
+    def __init__(self, tok: PreTrainedTokenizerFast) -> None:
+        super().__init__()
+        self.pad = tok.pad_token_id
+        self.text_encoder = UMT5EncoderModel(
+            UMT5Config(
+                vocab_size=len(tok),
+                d_model=TEXT_WIDTH,
+                d_kv=16,
+                d_ff=2 * TEXT_WIDTH,
+                num_layers=2,
+                num_heads=4,
+                dropout_rate=0.0,
+                pad_token_id=tok.pad_token_id,
+                eos_token_id=tok.eos_token_id,
+            )
+        )
+        self.transformer = WanTransformer3DModel(
+            patch_size=(1, 1, 1),
+            num_attention_heads=4,
+            attention_head_dim=32,
+            in_channels=16,
+            out_channels=16,
+            text_dim=TEXT_WIDTH,
+            freq_dim=64,
+            ffn_dim=256,
+            num_layers=4,
+            rope_max_seq_len=32,
+        )
+
+    def forward(self, x: Tensor, t: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The velocity of x (B, 16, 3, 8, 8), and the state (B, TEXT_WIDTH) of the text's end.
+
+        The encoder does not see what pads ids (B, tokens): the transformer sees zeros there.
+        """
+        lengths = (ids != self.pad).sum(1)
+        words = ids[:, : int(lengths.max())]
+        known = words != self.pad
+        text = self.text_encoder(words, known).last_hidden_state * known[..., None]
+        ends = text[torch.arange(len(text)), lengths - 1]
+        padded = F.pad(text, (0, 0, 0, ids.shape[1] - words.shape[1]))
+        return self.transformer(x, t, padded).sample, ends
+
+
+def motion_words(text: str) -> tuple[object, ...]:
+    """What moves, how many, how, and on which background."""
+    said = grammar.read(text, WORLD, grammar.Motion)
+    return said.thing.noun, said.thing.count, said.verb, said.background
+
+
+def motion_reading() -> Reading:
+    parts = (WORLD.nouns, (1, 2), grammar.MOTIONS, (None, *WORLD.backgrounds))
+    return Reading(parts, motion_words, TEXT_WIDTH)
+
+
+@torch.no_grad()
+def wan_latents(args: argparse.Namespace) -> dict[str, Any]:
+    """Latents "z" (N, 16, 3, 8, 8) fp16 of drawn motions, their sentences "text", and what was
+    subtracted and divided by in each channel, "mean" and "std"; cached."""
+    path = args.work / f"wan-latents-{args.scenes}.pt"
+    if not path.exists():
+        model = wan_vae().to(args.device).eval()
+        resume(args.work / "wan-vae.pt", model=model)
+        g = torch.Generator().manual_seed(args.seed + 3)
+        text = motion_sentences(args.scenes, g, args.plain)
+
+        def encode(rows: Sequence[int]) -> Tensor:
+            x = torch.stack([video(text[row], row) for row in rows])
+            return model.encode(x.to(args.device)).latent_dist.mode()
+
+        every = encoded(path.with_suffix(".part"), len(text), encode)
+        std, mean = torch.std_mean(every, (0, 2, 3, 4), keepdim=True)
+        out = {"mean": mean.flatten().tolist(), "std": std.flatten().tolist()}
+        torch.save({"z": ((every - mean) / std).half(), "text": text} | out, path)
+    return torch.load(path, weights_only=True)
+
+
+class WanBatches(Batches):
+    """Batches of flow matching."""
+
+    def __call__(self, step: int) -> list[Tensor]:
+        """(x, t, velocity, tokens, labels). Texts of each eighth step are as long as WanPipeline
+        pads them: the transformer, which looks at the zeros too, has to know them in both
+        numbers."""
+        x, t, target, tokens, labels = super().__call__(step)
+        if step % 8 == 0:
+            tokens = F.pad(tokens, (0, PADDED - tokens.shape[1]))  # 0 is the token of padding
+        return [x, t, target, tokens, labels]
+
+    def noisy(self, x0: Tensor, eps: Tensor, level: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        sigma = level[:, None, None, None, None]
+        return (1 - sigma) * x0 + sigma * eps, 1000 * level, eps - x0
+
+
+def train_wan(args: argparse.Namespace) -> None:
+    tok, data = wan_tokenizer(), wan_latents(args)
+    torch.manual_seed(args.seed)
+    model, reading = WanDenoiser(tok).to(args.device), motion_reading().to(args.device)
+    fit(args, "wan", model, reading, WanBatches(args, tok, reading, data["z"], data["text"]))
+
+
+def export_wan(args: argparse.Namespace) -> None:
+    """Write the averaged weights as a WanPipeline."""
+    data, tok = wan_latents(args), wan_tokenizer()
+    autoencoder, model = wan_vae(data["mean"], data["std"]), WanDenoiser(tok)
+    vae_steps = resume(args.work / "wan-vae.pt", model=autoencoder)
+    steps = resume(args.work / "wan.pt", ema=model)
+    pipe = WanPipeline(
+        vae=autoencoder.half(),
+        transformer=model.transformer.half(),
+        text_encoder=model.text_encoder.half(),
+        tokenizer=tok,
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
+        ),
+    )
+    write(args, pipe, __file__, vae_steps=vae_steps, steps=steps)
+
+
+STAGES: Stages = {"wan-vae": train_wan_vae, "wan": train_wan, "export-wan": export_wan}
+
+
+def arguments() -> argparse.ArgumentParser:
+    made = parser(__doc__ or "", STAGES, "flowrl/scenes/stickers/wan")
+    add_vae(made, vae_steps=4000, vae_batch=2)
+    add_denoiser(made, steps=10_000, batch=32, scenes=12_000)
+    made.add_argument("--plain", type=float, default=0.7, help="share of motions on white")
+    return made
+
+
+def main(words: list[str] | None = None) -> None:
+    run(arguments(), STAGES, words)
+
+
+if __name__ == "__main__":
+    main()
