@@ -219,7 +219,9 @@ class Reading(torch.nn.Linear):
         return sum(losses, torch.zeros(()))
 
 
-def optimizers_of(model: torch.nn.Module, *, muon: bool) -> dict[str, torch.optim.Optimizer]:
+def optimizers_of(
+    model: torch.nn.Module, *, muon: bool, kind: type[torch.optim.Muon] = torch.optim.Muon
+) -> dict[str, torch.optim.Optimizer]:
     """AdamW for all weights, or Muon for the matrices of the blocks and AdamW for the rest."""
     parts: dict[str, list[Tensor]] = {"optimizer": [], "muon": []}
     for name, parameter in model.named_parameters():
@@ -228,7 +230,7 @@ def optimizers_of(model: torch.nn.Module, *, muon: bool) -> dict[str, torch.opti
     adamw = torch.optim.AdamW(parts["optimizer"], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
     out: dict[str, torch.optim.Optimizer] = {"optimizer": adamw}
     if muon:
-        out["muon"] = torch.optim.Muon(
+        out["muon"] = kind(
             parts["muon"], lr=1e-3, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
         )
     return out

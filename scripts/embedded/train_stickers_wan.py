@@ -23,6 +23,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from train_shapes import resume
@@ -98,8 +99,18 @@ def videos(count: int, g: torch.Generator) -> Tensor:
     return torch.stack([video(*row) for row in zip(text, seeds, strict=True)])
 
 
+def unclamped(model: Any, z: Tensor) -> Tensor:
+    """Decode to what the VAE clamps to [-1, 1]: a clamped pixel has no gradient, and an untrained
+    decoder would stay white where a video is not."""
+    said: list[Tensor] = []
+    hook = model.decoder.register_forward_hook(lambda *call: said.append(call[-1]))
+    model.decode(z)
+    hook.remove()
+    return unpatchify(torch.cat(said, 2), model.config.patch_size)
+
+
 def train_wan_vae(args: argparse.Namespace) -> None:
-    fit_autoencoder(args, "wan-vae", wan_vae, videos)
+    fit_autoencoder(args, "wan-vae", wan_vae, videos, unclamped)
 
 
 def wan_tokenizer() -> PreTrainedTokenizerFast:
