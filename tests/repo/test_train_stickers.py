@@ -30,7 +30,7 @@ def run(script, stage, work):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A folder of all stages, uninterrupted, and in `first` what each saved after its first step."""
+    """A folder of all stages, uninterrupted; `first` has what each saved after its first step."""
     folder, saved = tmp_path_factory.mktemp("whole"), train.save
     (folder / "first").mkdir()
 
