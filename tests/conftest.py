@@ -6,8 +6,8 @@ import logging
 import os
 import re
 import sys
-from pathlib import Path
 
+import long
 import pytest
 import torch
 
@@ -41,16 +41,11 @@ LONGEST_FIRST = (  # folder and file; a minute of one core down to ten seconds
 )
 
 
-LONG = frozenset((Path(__file__).parent / "long.txt").read_text().splitlines())
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does not choose
 def pytest_collection_modifyitems(items):
     """Tests in long.txt are long (scripts/long_tests.py). Long files start first, so that at the
     end no worker waits for another one's long file."""
-    for item in items:
-        if item.nodeid in LONG:
-            item.add_marker("long")
+    long.mark_listed(items)
     rank = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(f"{item.path.parent.name}/{item.path.name}", len(rank)))
 

@@ -1,8 +1,18 @@
 """Tests that `make long` runs and `make test` leaves out: siblings of one that stays."""
 
+from pathlib import Path
+
 import pytest
 
 mark = pytest.mark.long
+LISTED = frozenset((Path(__file__).parents[1] / "long.txt").read_text().splitlines())
+
+
+def mark_listed(items):
+    """Mark what long.txt names, which scripts/long_tests.py writes."""
+    for item in items:
+        if item.nodeid in LISTED:
+            item.add_marker("long")
 
 
 def but(names, long):

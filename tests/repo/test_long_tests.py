@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-import conftest
+import long
 import long_tests
-import pytest
 
 TESTS = Path(__file__).parents[1]
 LOG = """
@@ -32,23 +31,24 @@ def test_the_shortest_stay_and_one_of_each_file():
 
 
 def test_what_the_list_names_exists():
-    for name in conftest.LONG:
+    for name in long.LISTED:
         file, _, test = name.partition("::")
         function = re.escape(test.partition("[")[0].rpartition("::")[2])
         text = (TESTS.parent / file).read_text()
         assert re.search(rf"^ *def {function}\(", text, re.MULTILINE), name
 
 
-def test_a_listed_test_is_marked():
+def test_a_listed_test_is_marked(monkeypatch):
     class Item:
-        nodeid, path, marks = "tests/x.py::test_y[z]", Path("tests/x.py"), ()
+        marks = ()
+
+        def __init__(self, nodeid):
+            self.nodeid = nodeid
 
         def add_marker(self, mark):
             self.marks += (mark,)
 
-    listed, other = Item(), Item()
-    other.nodeid = "tests/x.py::test_y[w]"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conftest, "LONG", frozenset({listed.nodeid}))
-        conftest.pytest_collection_modifyitems([listed, other])
-    assert (listed.marks, other.marks) == (("long",), ())
+    items = [Item("tests/x.py::test_y[z]"), Item("tests/x.py::test_y[w]")]
+    monkeypatch.setattr(long, "LISTED", frozenset({items[0].nodeid}))
+    long.mark_listed(items)
+    assert [item.marks for item in items] == [("long",), ()]
