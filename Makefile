@@ -16,6 +16,7 @@ PYTHON ?= python3
 LOCK ?= requirements.lock
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.docs
 TOOLS := .venv-tools/bin
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 LOWEST := .venv-lowest
@@ -61,9 +62,12 @@ check: $(STAMP)
 	@rm -rf $(TREE) && mkdir -p $(TREE) && ln -s $(CURDIR)/flowrl/* $(CURDIR)/samplers $(CURDIR)/rewards $(CURDIR)/configs $(TREE)
 	MYPYPATH=.mypy_cache/tree $(BIN)/mypy $(MYPY) -p flowrl
 
-docs: $(STAMP)
+docs: $(DOCS)
+	$(BIN)/python -m mkdocs build --strict
+
+$(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
-	$(BIN)/mkdocs build --strict
+	@touch $@
 
 lock: $(TOOLS)/uv
 	$(COMPILE) --universal --upgrade --python-version 3.11 --generate-hashes --output-file requirements.lock

@@ -131,12 +131,17 @@ def test_import_names_that_a_page_gives_exist(page):
 
 
 def test_the_site_lists_every_page_and_only_pages():
-    def flat(entries):
-        for entry in entries:
-            yield from [entry] if isinstance(entry, str) else flat(next(iter(entry.values())))
+    def flat(entry):
+        """Pages of an entry: a page, a page with its title, or a section."""
+        if isinstance(entry, str):
+            return [entry]
+        entries = entry if isinstance(entry, list) else entry.values()
+        return [page for inner in entries for page in flat(inner)]
 
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-    assert {f"docs/{page}" for page in flat(nav)} == set(PAGES) - {"README.md"}
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))  # no Python tags
+    listed = [f"docs/{page}" for page in flat(site["nav"])]
+    assert sorted(listed) == sorted(set(PAGES) - {"README.md"})
+    assert flowrl.__version__ in site["copyright"]
 
 
 def test_the_readme_marks_its_results_table():
