@@ -7,7 +7,7 @@
 # make browser      the pages in Debian's Chromium: apt-get install chromium chromium-driver
 # make real         the named models and rewards at their real sizes, on a CPU; 20 GB and hours
 # make check        lint, types, spelling, budgets
-# make docs         build the documentation into site/
+# make docs         build the documentation into site/; its packages are installed once
 # make lock         write requirements.lock anew: the newest versions that pyproject.toml allows, with hashes
 # make lowest       test with the lowest versions that pyproject.toml allows
 # make release      wheel, sdist, check for known vulnerabilities and list of parts, in dist/; needs the internet

@@ -142,26 +142,6 @@ def test_start_pages_and_equations_are_legible(driver, site, page):
         assert not pale, theme
 
 
-def test_no_link_inside_the_site_is_dead(site, addresses, links):
-    dead = set()
-    for page, (found, *_) in links.items():
-        for link in found:
-            target, anchor = urldefrag(link)
-            known = target in links or not target.startswith(site)
-            if not known or (
-                anchor and target in links and unquote(anchor) not in links[target][2]
-            ):
-                dead.add((page, link))
-    assert not dead and len(addresses) > 60
-
-
-def test_every_page_is_within_two_clicks_of_the_text_of_home(site, addresses, links):
-    near = {site}
-    for _ in range(2):
-        near |= {urldefrag(link)[0] for page in near & set(links) for link in links[page][1]}
-    assert not set(addresses) - near
-
-
 @pytest.mark.parametrize("page", MATHS)
 def test_equations_are_drawn_without_a_script(driver, site, page):
     driver.get(urljoin(site, page))
