@@ -33,7 +33,7 @@ while (walk.nextNode()) {
   const item = walk.currentNode.parentElement, range = document.createRange();
   range.selectNodeContents(walk.currentNode);
   const box = range.getBoundingClientRect(), style = getComputedStyle(item), svg = item.closest("svg");
-  const hidden = !item.checkVisibility({ visibilityProperty: true }) || item.closest("script, title");
+  const hidden = !item.checkVisibility({ visibilityProperty: true, opacityProperty: true }) || item.closest("script, title");
   if (!walk.currentNode.data.trim() || hidden || !box.width) continue;
   const size = parseFloat(style.fontSize) * (svg ? item.getScreenCTM().a : 1);
   const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
