@@ -267,14 +267,14 @@ def _distilled(source: str, needs: frozenset[str], policy: Any, dataset: Any) ->
 
 def _few_images(images: int, held_out: Sequence[Mapping[str, Any]], field: str) -> str:
     """field: column of the prompts' domains."""
-    if images >= len(held_out):
-        return ""
     left = {str(row[field]) for row in held_out[images:] if field in row}
     left -= {str(row[field]) for row in held_out[:images] if field in row}
-    none = f", and none of the {field} {', '.join(sorted(left))}" if left else ""
     return (
         f"eval.images={images} samples the first {images} of the {len(held_out)} prompts of"
-        f" data.eval{none}; with eval.images={len(held_out)} each is seen"
+        f" data.eval, and none of the {field} {', '.join(sorted(left))}; with"
+        f" eval.images={len(held_out)} each is seen"
+        if left
+        else ""
     )
 
 
@@ -436,7 +436,7 @@ RULES = (
     Rule(
         ("data.labels", "dataset", "algorithm.name"),
         "data.labels={0} weighs the two orders of a pair, and only algorithm=dpo reads pairs;"
-        " leave it out",
+        " others train the chosen file at reward 1 and the rejected one at 0; leave it out",
         when=lambda labels, data, name: (
             labels == "soft" and not (name == "dpo" and data and data.kind == "pairs")
         ),

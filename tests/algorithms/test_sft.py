@@ -126,7 +126,7 @@ def test_videos_are_trained_as_pictures_are(tmp_path, monkeypatch):
         ("algorithm=nft data.offline=FOLDER ~", "holds media without scores, and nft compares"),
         ("algorithm=dpo data.offline=FOLDER/pairs.jsonl batch.group=1 ~", "use at least 2"),
         ("algorithm=nft data.offline=FOLDER/pairs.jsonl batch.group=2 ~", "has masks, which weigh"),
-        ("algorithm=sft data.offline=FOLDER data.labels=soft ~", "weighs the two orders of a pair"),
+        ("algorithm=sft data.offline=FOLDER data.labels=soft ~", "chosen file at reward 1 and the"),
         ("algorithm=sft data.offline=FOLDER replay.size=4 ~", "keeps new samples"),
         ("algorithm=sft data.offline=FOLDER stop.reward=0.5 ~", "of rewards that count, and here"),
         ("algorithm=sft data.offline=FOLDER draw.mode=refill ~", "samples again, and data.offline"),
