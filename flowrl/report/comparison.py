@@ -204,6 +204,8 @@ def notes(groups: Groups) -> list[str]:
 def differences(groups: Groups) -> dict[str, list[str]]:
     """Dotted setting -> its values in each group, for settings but OWN in which runs differ."""
     keys = {key for runs in groups.values() for run in runs for key in run.settings}
+    # a setting .name or .label says what a section's short name does
+    keys -= {key.rpartition(".")[0] for key in keys if key.endswith((".name", ".label"))}
     out = {}
     for key in sorted(keys - {*OWN}):
         values = [[run.settings.get(key, UNSET) for run in runs] for runs in groups.values()]

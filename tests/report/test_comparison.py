@@ -212,7 +212,7 @@ def test_what_differs_are_the_settings_that_show_prints(twelve, tmp_path):
     other = write(tmp_path / "other", cell_of("awm", 1), lr=1e-2, iterations=1)
     found = comparison.differences(compared(twelve[0], other))
     assert found["optimizer.lr"] == ["0.001", "0.01"] and found["algorithm.label"] == ["nft", "awm"]
-    assert not {"seed", "output", "model.source"} & found.keys()
+    assert not {"seed", "output", "model.source", "algorithm", "optimizer"} & found.keys()
     older, size = copy.deepcopy(HOW), {"height": 96, "width": 96}
     runs = [write(tmp_path / "small", cell_of("awm", 1), how=older)]
     runs += [write(tmp_path / "large", cell_of("awm", 2), how=older | size)]
