@@ -242,7 +242,8 @@ def load_data(
     """Load (the dataset in place of samples or None, prompts to train on, held-out prompts, the
     media of anchor.data and the rows of data.validation, or empty datasets)."""
     source = cfg.anchor.data.source if cfg.anchor.data.weight else None
-    anchored = load_dataset(source) if source else NO_MEDIA
+    # soft: pairs are refused by a rule, without a word about their ties
+    anchored = load_dataset(source, soft=True) if source else NO_MEDIA
     facts.learn(anchored=anchored)
     data = cfg.data
     dataset, validation = (

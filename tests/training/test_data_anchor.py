@@ -127,7 +127,7 @@ def folder(tmp_path_factory):
     lists = {
         "metadata": rows,
         "empty": [*rows, {"file_name": "0.png", "text": " "}],
-        "pairs": [{"prompt": "a square", "chosen": "1.png", "rejected": "2.png"}],
+        "pairs": [{"prompt": "a square", "chosen": "1.png", "rejected": "2.png", "label": 0.5}],
         "scored": [{"file": "1.png", "prompt": "a square", "total": 1.0}],
     }
     for name, of in lists.items():
@@ -257,12 +257,14 @@ def test_a_unet_and_a_module_have_it_too(kind, folder, tmp_path):
         ),
     ],
 )
-def test_what_does_not_go_together_is_said(words, says, folder, tmp_path, monkeypatch):
+def test_what_does_not_go_together_is_said(words, says, folder, tmp_path, monkeypatch, caplog):
+    caplog.clear()
     small.load_once(monkeypatch)
     given = words.replace("FOLDER", str(folder)).split()
     usual = [w for w in small.words(tmp_path / "run") if not w.startswith("data.train")]
     with pytest.raises(ValueError, match=says):
         small.Trainer(load_config(None, [*usual, "data.eval=null", *given]))
+    assert "are ties" not in caplog.text  # a refusal stands alone
 
 
 def test_rows_without_a_prompt_are_taken_where_they_are_meant(folder, tmp_path):
