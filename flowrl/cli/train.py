@@ -113,11 +113,12 @@ def _conclude(run: Any, *, trained: bool = True, readable: bool = False) -> None
     """Print what a run (flowrl.Run) found, where it is, and the commands that use it. readable:
     whether diffusers reads its LoRA."""
     from flowrl.report import terminal, watch_page
+    from flowrl.runtime.store.run_folder import trained_iterations
 
     if run.evaluation:
         show(terminal.evaluation_table(run.evaluation))
     if run.stopped:
-        number = run.metrics[-1]["iteration"] if run.metrics else 0
+        number = max(trained_iterations(run.metrics), default=0)
         show(f"Stopped after {number} iterations: {run.stopped}.", wrap=True)
     if run.peak:
         show(watch_page.sentence(run.peak), wrap=True)

@@ -17,7 +17,7 @@ from flowrl.policy.load import resolve_source
 from flowrl.report import charts, numbers
 from flowrl.report.watch_page import points
 from flowrl.runtime.store import side_files
-from flowrl.runtime.store.run_folder import read_evaluation, read_metrics
+from flowrl.runtime.store.run_folder import read_evaluation, read_metrics, trained_iterations
 
 
 def render(order: Order, kinds: Mapping[str, str], files: Sequence[str]) -> str:
@@ -28,7 +28,7 @@ def render(order: Order, kinds: Mapping[str, str], files: Sequence[str]) -> str:
     commits = order.run / "environment.json"
     known = side_files.read(commits, again="export again") if commits.is_file() else {}
     metrics = read_metrics(order.run)
-    last = order.iteration or (metrics[-1]["iteration"] if metrics else cfg.iterations)
+    last = order.iteration or max(trained_iterations(metrics), default=cfg.iterations)
     seen = [point for point in points(metrics, "reward/total") if point[0] <= last]
     # no autoescape: the card is Markdown
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)

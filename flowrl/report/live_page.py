@@ -19,7 +19,7 @@ from typing import Any
 
 from flowrl.report import comparison, comparison_page, run_page
 from flowrl.runtime.store import files, history
-from flowrl.runtime.store.run_folder import METRICS, RunFolder, read
+from flowrl.runtime.store.run_folder import METRICS, RunFolder, read, trained_iterations
 from flowrl.runtime.text import error_text
 
 HOST, PORT = "127.0.0.1", 8322
@@ -71,12 +71,13 @@ def status(run: RunFolder) -> str:
     if files.gone(last.get("host"), last.get("pid")):
         again = f"flowrl train --resume {run.path} goes on"
         return f"{name} was killed: process {last['pid']} is gone; {again}."
-    if not run.metrics:
+    trained = trained_iterations(run.metrics)
+    if not trained:
         return f"{name} has started, and has not finished an iteration."
     of = run_page.settings_of(run).get("iterations", "?")
     ago = max(0, time.time() - (run.path / METRICS).stat().st_mtime)
     took = run.metrics[-1].get("time/iteration") or 0
-    done = f"{name} finished iteration {run.metrics[-1]['iteration']} of {of}"
+    done = f"{name} finished iteration {trained[-1]} of {of}"
     return f"{done}, which took {took:.3g} s, {ago:.0f} s ago."
 
 

@@ -36,7 +36,13 @@ from flowrl.runtime import yaml_text
 from flowrl.runtime.log import logger
 from flowrl.runtime.statistics import ENOUGH
 from flowrl.runtime.store import files, history, side_files
-from flowrl.runtime.store.run_folder import RunFolder, environment, read, read_peak
+from flowrl.runtime.store.run_folder import (
+    RunFolder,
+    environment,
+    read,
+    read_peak,
+    trained_iterations,
+)
 from flowrl.runtime.store.side_files import EDITED, shortened, spared
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
@@ -127,7 +133,7 @@ def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
     chips = {key: name for key, name in named.items() if name is not None}
     chips |= {"model": plain_name(chips["model"])} if "model" in chips else {}
     if run.metrics:
-        chips["iterations"] = str(sum(row["iteration"] > 0 for row in run.metrics))
+        chips["iterations"] = str(len(trained_iterations(run.metrics)))
         seconds = _sums(run.metrics).get("time/iteration")
         chips |= {"training time": _duration(seconds)} if seconds else {}
     for key, folder in (("LoRA", "lora"), ("LoRA of the peak", "lora-peak")):

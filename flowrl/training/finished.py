@@ -8,7 +8,7 @@ from flowrl.config.live import Live, check_given
 from flowrl.config.load import read_config
 from flowrl.config.schema import Config
 from flowrl.runtime.store import checkpoint, history
-from flowrl.runtime.store.run_folder import config_file
+from flowrl.runtime.store.run_folder import config_file, trained_iterations
 from flowrl.training.outputs import ALL_DONE, result
 from flowrl.training.records import Run
 from flowrl.training.resume import check_resume
@@ -35,7 +35,7 @@ def finished(cfg: Config, run: Path, *, accept: bool = False) -> Run | None:
         return None
     rows = {row["name"]: row.get("iteration") for row in found.evaluation.get("rows", ())}
     evaluated = rows.get("after") == cfg.iterations or not (rows or cfg.data.eval)
-    trained = [row["iteration"] for row in found.metrics] == list(range(1, cfg.iterations + 1))
+    trained = trained_iterations(found.metrics) == list(range(1, cfg.iterations + 1))
     exported = cfg.train.mode != "lora" or any((run / name).is_dir() for name in ("lora", "heads"))
     nothing = trained and found.metrics[-1].get("optimizer/step") == 0
     return found if evaluated and trained and exported and not nothing else None
@@ -43,7 +43,7 @@ def finished(cfg: Config, run: Path, *, accept: bool = False) -> Run | None:
 
 def sentence(run: Run) -> str:
     """Say that a run is finished, and how it goes on."""
-    done = run.metrics[-1]["iteration"]
+    done = trained_iterations(run.metrics)[-1]
     return (
         f"{run.path} is finished: all {done} iterations are done, so nothing was trained or"
         f" evaluated again; add iterations={2 * done}, for example, to go on with it"

@@ -17,7 +17,7 @@ from flowrl.policy.module import ModulePolicy
 from flowrl.report import run_page
 from flowrl.runtime.store import files as disk
 from flowrl.samplers import keys
-from flowrl.training import validation
+from flowrl.training import finished, validation
 
 
 class Net(nn.Module):
@@ -194,6 +194,15 @@ def test_a_run_logs_it_before_while_and_after_and_resumes_bit_for_bit(method, fo
     if method == "sft":
         page = run_page.build(tmp_path / "cut").read_text()
         assert "validation/loss" in page and "<span>iterations</span>5<" in page
+
+
+def test_the_row_before_training_is_no_iteration_of_a_finished_run(folder, tmp_path, monkeypatch):
+    made = trainer(tmp_path / "run", folder, iterations="2")
+    made.run()
+    assert list(logged(made.path)) == [0, 1, 2]
+    monkeypatch.setattr(finished, "check_given", lambda *_: None)  # its policy is a live one
+    found = finished.finished(made.cfg, made.path)
+    assert found is not None and "all 2 iterations are done" in finished.sentence(found)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,12 @@ def add_metrics(run: str | Path, iteration: int, metrics: Mapping[str, Any]) -> 
 def read_metrics(run: str | Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
     """Read a run's metrics.jsonl, oldest rows first; [] before the first iteration."""
     return [json.loads(text) for text in recorded(Path(run), notes).values()]
+
+
+def trained_iterations(metrics: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the iterations of rows of metrics.jsonl, without row 0, which tells the loss of
+    data.validation before training."""
+    return [row["iteration"] for row in metrics if row["iteration"] > 0]
 
 
 def truncate_metrics(run: str | Path, iteration: int) -> None:

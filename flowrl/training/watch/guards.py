@@ -15,6 +15,7 @@ from flowrl.config.training import GuardConfig
 from flowrl.rewards import RewardSet
 from flowrl.rewards.core.failures import KINDS
 from flowrl.runtime.log import logger
+from flowrl.runtime.store.run_folder import trained_iterations
 
 Metrics = Mapping[str, float]
 DATA_ALONE = (
@@ -172,7 +173,7 @@ def nothing_trained(metrics: list[dict[str, Any]], stopped: str | None) -> str:
     """Write the sentence about a run that ended before any optimizer step."""
     skipped = sum(line.get("policy/skipped", 0) for line in metrics)
     end = f" (it was stopped: {stopped})" if stopped else ""
-    done = metrics[-1]["iteration"] if metrics else 0
+    done = max(trained_iterations(metrics), default=0)
     return (
         f"nothing was trained: no optimizer step was taken in {done} iterations{end},"
         f" {skipped:g} updates were skipped because the samples of every prompt score alike or the"
