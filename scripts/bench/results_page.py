@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import cells
 import jinja2
@@ -54,7 +55,7 @@ def write() -> None:
     verdicts = cells.FOLDER / "claims.txt"
     tables = {
         "main_table": main_table(done) if done else "",
-        "plots": show_plots(done) if done else "",
+        "plots": show_plots(done) if done else [],
         "equal_table": equal_table(done) if done else "",
         "settings_table": settings_table(),
         "tuning_table": tuning_table(),
@@ -84,7 +85,7 @@ def _finished(names: Iterable[str], cells_of: Callable[[str], list[Cell]]) -> Ru
     return {name: own for name, own in runs.items() if own}
 
 
-def page_of(tables: dict[str, str]) -> str:
+def page_of(tables: dict[str, Any]) -> str:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
     )
@@ -344,7 +345,7 @@ def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
     return [(0.0, before_of(c)), *points, (c["curve"][-1][of] * scale, cells.score(c))]
 
 
-def show_plots(done: Runs) -> str:
+def show_plots(done: Runs) -> list[str]:
     """The gains of every method's seeds, and curves of the first tier -> their lines."""
     seeds = {method: gains_of(runs) for method, runs in done.items()}
     spans = {m: (g.low, g.high) for m, runs in done.items() if (g := seed_gain(runs))}
@@ -360,7 +361,7 @@ def show_plots(done: Runs) -> str:
             path = cells.FOLDER / f"strict-by-{key}.svg"
             text = f"Strict accuracy against {label}"
             lines.append(plots.saved(plots.curves(series, label), path, text))
-    return "\n\n".join(lines)
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""Write what pages take from the code: the table of other trainers' words in docs/coming_from.md,
-docs/metrics.md, and under the equations of every method's page the files that compute them.
+"""Write what pages take from the code or from another page: the table of other trainers' words in
+docs/coming_from.md, docs/metrics.md, docs/papers.md, the rows of docs/recipes.md on the pages of
+docs/train, and on every method's page its plan and, under the equations, the files that compute
+them.
 
 python scripts/docs/from_code.py    # a test checks that the pages are up to date
 """
@@ -10,6 +12,7 @@ import inspect
 import re
 from pathlib import Path
 
+import plans
 import yaml
 
 from flowrl.config import build, schema
@@ -22,8 +25,20 @@ under the same names. Words in capitals stand for any text. Means are over train
 otherwise. [The page of a method](algorithms/index.md) says which ones it logs.
 
 <!-- written by scripts/docs/from_code.py from flowrl/report/templates/metrics.yaml -->"""
+PAPERS = """\
+Every method that ships, by the number of its paper, the oldest first. The command is the first of
+the method's page and trains the embedded model; the page has one for a model of the hub, too.
+*Gain* is the row of [Results](results.md#what-each-method-buys): how much the share of right
+held-out pictures rises on the embedded model, at an equal budget; "–" is a method that has no row
+in that table. *Departures* says where the default settings differ from the paper and from the
+authors' code. What the papers claim, and what we measured of it, is in
+[What papers claim](results.md#what-papers-claim).
+
+<!-- written by scripts/docs/from_code.py from the methods' pages and docs/results.md -->"""
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = re.compile(r"(?<=<!-- words -->\n).*(?=<!-- /words -->)", re.S)
+ROWS = re.compile(r"(?<=<!-- recipes: )(.+?) -->\n.*?(?=<!-- /recipes -->)", re.S)
+PLAN = re.compile(r"(?:^!\[Plan of [^\n]*\n\n\*[^\n]*\n\n)?(?=^## Usage$)", re.M)
 CODE = re.compile(r"(?:^Code: [^\n]*\n\n)?(?=^## Logged metrics$)", re.M)
 
 
@@ -59,14 +74,59 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
+def recipes(page: str) -> str:
+    """A page of docs/train with the rows of its models, taken from the table of all recipes."""
+    table = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+    def filled(block: re.Match[str]) -> str:
+        lines = ["| card | command | GB | h:min of the run |", "|---|---|---|---|"]
+        for model in block[1].split(", "):
+            rows = re.findall(rf"^\| {re.escape(model)} \| (\d+ GB .+)$", table, re.M)
+            lines += [f"| {' | '.join(row.split(' | ')[:4])} |" for row in rows]
+        return f"{block[1]} -->\n" + "\n".join(lines) + "\n"
+
+    return ROWS.sub(filled, page)
+
+
+def papers() -> str:
+    """The page of all papers: for each method its number, command, gain and departures."""
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    gains = dict(re.findall(r"^\| \[(\w+)\]\(algorithms[^|]*\| ([^ |]+) \|", results, re.M))
+    rows = []
+    for name in schema.options("algorithm"):
+        page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
+        title, number = (
+            page.splitlines()[0].removeprefix("# "),
+            re.search(r"arXiv:([\d.]+\d)", page),
+        )
+        assert number, f"docs/algorithms/{name}.md names no paper"
+        place = f"algorithms/{name}.md"
+        cells = [f"[{number[1]}](https://arxiv.org/abs/{number[1]})", f"[{title}]({place})"]
+        first = re.search(r"^flowrl train [^#\n]*algorithm=" + name + r"\b[^#\n]*", page, re.M)
+        assert first, f"docs/algorithms/{name}.md has no command"
+        cells += [f"`{first[0].strip()}`", gains.get(name, "–")]
+        cells += [f"[departures]({place}#departures-from-paper-and-code)"]
+        rows.append(f"| {' | '.join(cells)} |")
+    head = ["| arXiv | method | command | gain | |", "|---|---|---|---|---|"]
+    return "\n".join(["# Papers", "", PAPERS, "", *head, *sorted(rows)]) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """Every page that holds such a part -> its text as it should be."""
     page = ROOT / "docs" / "coming_from.md"
     out = {page: TABLE.sub(lambda _: words(), page.read_text(encoding="utf-8"))}
     out[ROOT / "docs" / "metrics.md"] = metrics()
+    out[ROOT / "docs" / "papers.md"] = papers()
+    for page in sorted((ROOT / "docs" / "train").glob("*.md")):
+        out[page] = recipes(page.read_text(encoding="utf-8"))
     for name in schema.options("algorithm"):
-        page, line = ROOT / "docs" / "algorithms" / f"{name}.md", code(name)
-        out[page] = CODE.sub(line, page.read_text(encoding="utf-8"), count=1)
+        page, line, plan = (
+            ROOT / "docs" / "algorithms" / f"{name}.md",
+            code(name),
+            plans.figure(name),
+        )
+        text = PLAN.sub(lambda _, plan=plan: plan, page.read_text(encoding="utf-8"), count=1)
+        out[page] = CODE.sub(line, text, count=1)
     return out
 
 

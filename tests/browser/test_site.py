@@ -19,7 +19,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 pytestmark = pytest.mark.browser
 
-START = ("", "install/", "quickstart/", "coming_from/", "recipes/", "rewards/")
+START = (
+    *("", "install/", "quickstart/", "what_happened/", "coming_from/", "recipes/"),
+    *("train/flux/", "train/sdxl/", "choose_reward/", "troubleshooting/"),
+)
 MATHS = ("algorithms/flow_grpo/", "algorithms/opd/", "concepts/")
 WIDE = ("algorithms/", "results/", "budget/", "reading/")  # long tables, long names
 FAULTS = (Path(__file__).parent / "site.js").read_text(encoding="utf-8")

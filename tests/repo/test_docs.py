@@ -72,7 +72,7 @@ def test_snippets_marked_run_do(where, tmp_path, monkeypatch):
     exec(compile(RUN[where], where, "exec"), {"__name__": "snippet"})
 
 
-def test_the_readme_reward_scores_pictures_and_videos_as_it_says():
+def test_the_example_of_a_reward_scores_pictures_and_videos_as_it_says():
     code = next(code for code in RUN.values() if "def redness" in code)
     names = {"__name__": "snippet"}
     exec(code, names)
@@ -144,8 +144,10 @@ def test_the_site_lists_every_page_and_only_pages():
     assert flowrl.__version__ in site["copyright"]
 
 
-def test_the_readme_marks_its_results_table():
-    table = re.search(r"<!-- results -->\n(.*?)<!-- /results -->", PAGES["README.md"], re.S)
+def test_the_quickstart_marks_its_results_table():
+    table = re.search(
+        r"<!-- results -->\n(.*?)<!-- /results -->", PAGES["docs/quickstart.md"], re.S
+    )
     assert table and "scripts/bench/quickstart_seeds.py" in table[1]
 
 
@@ -286,7 +288,10 @@ def test_words_of_other_trainers_and_the_files_of_methods_are_those_of_the_code(
     grpo = "`flowrl/algorithms/grpo.py`, `flowrl/algorithms/common/transitions.py`"
     assert f"{grpo}, `samplers/flow_sde.py`.\n" in made["docs/algorithms/flow_grpo.md"]
     assert "| `learning_rate`, `unet_lr` | optimizer.lr |" in made["docs/coming_from.md"]
-    assert len(made) == 2 + len(ALGORITHMS)
+    assert "`flowrl train experiment=qwen-image memory=40gb`" in made["docs/train/qwen_image.md"]
+    assert made["docs/papers.md"].count("(https://arxiv.org/abs/") == len(ALGORITHMS)
+    trained = sum(page.startswith("docs/train/") for page in made)
+    assert trained == 5 and len(made) == 3 + trained + len(ALGORITHMS)
 
 
 def test_the_readme_cites_what_citation_cff_says():

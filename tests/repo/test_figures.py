@@ -15,6 +15,7 @@ from flowrl.config import schema
 from flowrl.config.load import load_config
 from flowrl.data import media
 from flowrl.data.prompts import load_prompts
+from flowrl.rewards.core.reward import network_bytes, reward_class
 from flowrl.runtime.registry import shipped
 
 TENS = {"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70}
@@ -157,13 +158,40 @@ def test_tables_of_one_command_that_differ_are_found():
     assert not differing({"one": page, "two": page.replace("--seeds 0", "--seeds 1")})
 
 
+def seeds_of_the_quickstart():
+    """Cells of each seed's row, the first and the last empty."""
+    table = PAGES["docs/quickstart.md"].split("<!-- results -->")[1].split("<!-- /results -->")[0]
+    return [line.split("|") for line in table.splitlines() if re.match(r"\| \d ", line)]
+
+
+def test_the_first_screen_states_what_the_tables_say():
+    """README: the gain and minutes of the quickstart; memory and hours of FLUX on an RTX 4090."""
+    rows = [[cell.strip() for cell in row[2:7]] for row in seeds_of_the_quickstart()]
+    said = re.search(r"rises from ([\d.]+) to ([\d.]+) in (\w+) minutes", TEXTS["README.md"])
+    mean = [statistics.mean(float(row[column]) for row in rows) for column in (0, 2)]
+    assert [f"{value:.2f}" for value in mean] == [said[1], said[2]]
+    seconds = statistics.mean(float(row[4]) for row in rows)
+    assert WORDS[said[3]] == round(seconds / 60)
+    recipe = re.search(
+        r"^\| flux.1-dev \| 24 GB \| `[^`]+` \| ([\d.]+) \| .*rtx4090 (\d+:\d+)",
+        PAGES["docs/recipes.md"],
+        re.M,
+    )
+    assert f"{recipe[1]} GB, {recipe[2]} h;" in TEXTS["README.md"]
+
+
+def test_what_just_happened_has_the_numbers_of_the_quickstart():
+    cfg, page = load_config("quickstart"), TEXTS["docs/what_happened.md"]
+    assert f"these steps {cfg.iterations} times" in page
+    assert f"takes {cfg.batch.prompts} prompts and makes {cfg.batch.group} pictures of each" in page
+    assert f"the other {cfg.batch.group - 1} of its prompt" in page
+
+
 def test_the_quickstart_has_one_table_of_seeds_and_one_of_tasks_and_they_agree():
     """A task's mean over seeds counts as often as the evaluation has its images."""
-    seeds = [
-        line.split("|") for line in PAGES["README.md"].splitlines() if re.match(r"\| \d ", line)
-    ]
-    cells = [[float(cell) for cell in row[2:5]] for row in seeds]
     page = PAGES["docs/quickstart.md"]
+    seeds = seeds_of_the_quickstart()
+    cells = [[float(cell) for cell in row[2:5]] for row in seeds]
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.M)
     prompts = load_prompts("shapes:eval")
     images = Counter(
@@ -174,7 +202,7 @@ def test_the_quickstart_has_one_table_of_seeds_and_one_of_tasks_and_they_agree()
         by_seed = statistics.mean(row[column] for row in cells)
         by_task = sum(images[row[0]] * float(row[1 + column]) for row in rows) / images.total()
         assert by_task == pytest.approx(by_seed, abs=0.006), column
-    # the README: guided sampling of the untrained model is ahead in relations alone
+    # the page: guided sampling of the untrained model is ahead in relations alone
     assert [task for task, _, guided, after in rows if after <= guided] == ["position"]
     (guided,) = re.findall(r"in place of ([\d.]+)\.", page)
     assert float(guided) == cells[0][1]
@@ -183,7 +211,8 @@ def test_the_quickstart_has_one_table_of_seeds_and_one_of_tasks_and_they_agree()
 
 def test_who_leads_the_comparison_is_said_as_its_table_has_it():
     ranks = [name.replace("_", "") for name in compared()]
-    named = re.search(r"others gain more, (\w+), ([\w-]+) and (\w+) first", TEXTS["README.md"])
+    page = TEXTS["docs/quickstart.md"]
+    named = re.search(r"others gain more, (\w+), ([\w-]+) and (\w+) first", page)
     assert [name.lower().replace("-", "") for name in named.groups()] == ranks[:3]
     assert ranks.index("awm") < ranks.index("nft")  # docs/quickstart.md says so
 
@@ -192,3 +221,27 @@ def test_the_table_of_rewards_has_every_one_and_no_other():
     table = PAGES["docs/rewards.md"].split("## The rewards that ship")[1].split("\n\nWeights")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == shipped("flowrl.rewards")
+
+
+def test_the_table_to_choose_a_reward_says_what_the_rewards_do():
+    """Its gigabytes and gradients; a gradient passes where images need not be rounded."""
+    table = PAGES["docs/choose_reward.md"]
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([\d.]+) \| (yes|no) \|", table, re.M)
+    assert len(rows) > 12
+    for name, gigabytes, gradient in rows:
+        cls = reward_class(name)
+        assert float(gigabytes) == round(network_bytes(name) / 1e9, 1), name
+        passes = cls.differentiable or "rounding" in cls.Settings.model_fields
+        assert gradient == ("yes" if passes else "no"), name
+
+
+def test_sentences_in_troubleshooting_are_those_of_the_code():
+    code = "".join(
+        re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
+        for folder in ("flowrl", "rewards", "samplers")
+        for path in (ROOT / folder).rglob("*.py")
+    )
+    quoted = re.findall(r"^\| `([^`]+)` \|", PAGES["docs/troubleshooting.md"], re.M)
+    ours = [part for said in quoted if "module" not in said for part in re.split(r'[."]{3,}', said)]
+    assert len(ours) > 20
+    assert not [part for part in ours if part.strip(" :") not in code]
