@@ -1,10 +1,12 @@
-"""Draw docs/images/before_after.png from a finished run of the quickstart.
+"""Draw docs/images/before_after.png from a run of the quickstart.
 
     flowrl train experiment=quickstart output=runs/picture
     python scripts/docs/before_after.py runs/picture
 
 Eight prompts, each once: the first six that were wrong before training and are right after it, and
 the first two that are still wrong, in the order of `shapes:eval`. Nothing is chosen by its looks.
+The picture in the repository is of a run that was stopped after 28 of its 50 iterations: 17 of the
+87 texts were right before, 61 after.
 """
 
 from __future__ import annotations
