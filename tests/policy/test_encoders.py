@@ -320,6 +320,32 @@ def test_rows_are_found_where_tokens_come_first_and_where_pictures_are_the_same_
     assert torch.allclose(made, net.table(tokens).transpose(0, 1) + pixels.mean())
 
 
+class Placed(PreTrainedModel):
+    """A text encoder whose tokens have places on three axes, (3, n, L), as those of Qwen3-VL."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self):
+        super().__init__(PreTrainedConfig())
+        self.asked = []
+
+    def forward(self, input_ids, position_ids):
+        self.asked.append(len(input_ids))
+        return {"states": (input_ids + position_ids.sum(0))[..., None].float()}
+
+
+def test_rows_of_places_on_several_axes_are_their_second_axis():
+    net, answers = Placed(), Answers()
+    places = torch.arange(3 * 3 * TOKENS.shape[1]).reshape(3, 3, -1)  # as many rows as axes
+    tokens = TOKENS[[0, 1, 0]]
+    whole = net(tokens, position_ids=places)["states"]
+    net.asked.clear()
+    with answers.of({"text": net}):
+        assert torch.equal(net(tokens, position_ids=places)["states"], whole)
+        assert torch.equal(net(tokens[:1], position_ids=places[:, :1])["states"], whole[:1])
+    assert net.asked == [1, 1, 1]
+
+
 def test_what_a_network_draws_for_a_prompt_is_drawn_once_whatever_is_beside_it():
     net, made = TokensFirst().requires_grad_(False), []
     for asked_of in ([[0], [1], [1, 2]], [[2, 1, 0]]):
@@ -363,5 +389,5 @@ def test_loading_asks_for_a_prompt_once_and_keeps_what_the_denoisers_are_given(n
         assert cases()[name].refused
         return
     for network, (calls, prompts, kept, given) in found.items():
-        assert calls <= prompts, network
+        assert calls <= prompts + loading.AGAIN.get(name, 0), network
         assert kept <= 1.05 * given or name in loading.IN_VAIN, network

@@ -272,7 +272,8 @@ def _content(value: Any, where: str | None) -> Any:
 def _rows(given: Any) -> int:
     """Count the rows of a batch of token ids (n, L), if all other tensors of the call have as many
     rows or are the same for each (pictures); else 1. Without tokens: count the equal rows."""
-    found, tokens = list(tensors_in(given)), _has_tokens(given)
+    found = [t.transpose(0, 1) if _of_axes(t, given) else t for t in tensors_in(given)]
+    tokens = _has_tokens(given)
     counts = [len(t) for t in found if t.ndim and (_is_tokens(t) or not tokens)]
     rows = min(counts, default=1)
     return rows if rows and all(_has_rows(t, rows, same=not tokens) for t in found) else 1
@@ -284,6 +285,13 @@ def _is_tokens(t: Tensor) -> bool:
 
 def _has_tokens(given: Any) -> bool:
     return any(map(_is_tokens, tensors_in(given)))
+
+
+def _of_axes(t: Tensor, given: Any) -> bool:
+    """Whether a tensor holds places of tokens on several axes, (axes, n, L), beside tokens (n, L):
+    its rows are the second axis."""
+    shapes = {one.shape for one in tensors_in(given) if _is_tokens(one)}
+    return t.ndim == 3 and not t.is_floating_point() and t.shape[1:] in shapes
 
 
 def _has_rows(t: Tensor, rows: int, *, same: bool) -> bool:
@@ -299,6 +307,8 @@ def _row(given: tuple[tuple, dict], k: int, rows: int) -> tuple[tuple, dict]:
     """Take the arguments of row k of a batch."""
 
     def own(path: Path, t: Tensor) -> Tensor:
+        if _of_axes(t, given):
+            return t[:, k : k + 1].clone()
         size = len(t) // rows
         return t[k * size : (k + 1) * size].clone()
 
