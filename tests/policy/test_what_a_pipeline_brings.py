@@ -130,12 +130,13 @@ def test_what_a_pipeline_came_with_is_on_in_every_view_in_export_and_in_merge(ca
     alone = velocity(load(brought(case)))
     policy = load(brought(case), LORA)
     narrow = policy.dtype == torch.bfloat16
-    close = {"atol": 0.3 if narrow else 1e-4, "rtol": 0}
+    # four units in the last place of bf16 at 16, below the largest velocity
+    close = {"atol": 0.5 if narrow else 1e-4, "rtol": 0}
     assert torch.allclose(velocity(policy), alone, **close)
     policy.trainable.add_view("old")
     move(policy)
     trained = velocity(policy)
-    assert not torch.allclose(trained, alone, atol=0.5)
+    assert not torch.allclose(trained, alone, atol=1.0)
     for view in ("old", "reference"):
         with policy.view(view):
             assert torch.allclose(velocity(policy), alone, **close)
