@@ -13,6 +13,7 @@ from flowrl.rewards.core.readings import Settings as Base
 from flowrl.rewards.core.verified import Verified
 from flowrl.scenes.grammar import Picture
 from flowrl.scenes.stickers import verify
+from flowrl.scenes.stickers.prompts import WORLD
 from flowrl.types import MediaContext
 
 
@@ -25,7 +26,7 @@ class Stickers(Verified):
 
     name = "stickers"
     Settings = Settings
-    kind = Picture
+    language, kind = WORLD, Picture
     scale = (
         "0 to 1: share of objects, relation and background that are right (partial), 1 only when"
         " all are and nothing else is in the picture (strict)"

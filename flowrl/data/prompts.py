@@ -22,9 +22,11 @@ from flowrl.types import MediaContext, PromptBatch
 Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
 WORLDS = {
     "shapes": "flowrl.shapes.prompts",
+    "shapes_motion": "flowrl.scenes.shapes:MOTIONS",
+    "shapes_edit": "flowrl.scenes.shapes:EDITS",
     "stickers": "flowrl.scenes.stickers.prompts",
-    "stickers_motion": "flowrl.scenes.stickers.motions",
-    "stickers_edit": "flowrl.scenes.stickers.edits",
+    "stickers_motion": "flowrl.scenes.stickers.world:MOTIONS",
+    "stickers_edit": "flowrl.scenes.stickers.world:EDITS",
     "geneval": "flowrl.data.geneval",
     "ocr": "flowrl.data.ocr",
     "everyday": "flowrl.data.everyday",
@@ -147,7 +149,9 @@ def check_source(source: str) -> None:
 def _generated(source: str) -> Prompts:
     check_source(source)
     world, _, part = source.partition(":")
-    return getattr(importlib.import_module(WORLDS[world]), f"{part}_prompts")()
+    module, _, name = WORLDS[world].partition(":")
+    lists = importlib.import_module(module)
+    return getattr(getattr(lists, name) if name else lists, f"{part}_prompts")()
 
 
 def references(prompts: Prompts) -> list[Path]:

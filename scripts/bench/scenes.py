@@ -1,6 +1,7 @@
-"""Figures of the stickers verifiers: what they accept, what they refuse, and how long they take.
+"""Figures of the verifiers of small worlds: what is accepted and refused, and how long they take.
 
     python scripts/bench/scenes.py --scenes 2000 --seed 0 [--kinds pictures motions edits]
+    python scripts/bench/scenes.py --world shapes --scenes 2000 --vae flowrl/shapes/weights
     python scripts/bench/scenes.py --vae FOLDER   # a pipeline's folder, or that of its VAE
     python scripts/bench/scenes.py --vae vae.pt   # a checkpoint of embedded/train_stickers.py
 
@@ -8,6 +9,7 @@ Sentences are drawn with equal shares of the tasks, and each is judged strictly:
 the VAE (of an edit the result alone); and with one picture spoilt, which is the picture, a frame
 that shows objects, or the result of the edit. Halved, mirrored and merged spoil its first object
 alone, the others all of it. Pictures of other scenes are left out where they fit the sentence.
+Coloured shapes are pale below half of the contrast, which their verifier counts as covered.
 Milliseconds are those of the processor, on one thread.
 """
 
@@ -22,25 +24,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowrl.scenes import shapes
 from flowrl.scenes.grammar import Edit, Motion, Picture, read
-from flowrl.scenes.stickers import edits, motions, prompts, verify
-from flowrl.scenes.stickers.prompts import WORLD
-from flowrl.scenes.stickers.scenes import (
-    BACKGROUNDS,
-    OBJECTS,
-    Sticker,
-    StickerScene,
-    render,
-    sprites,
-)
-from flowrl.scenes.stickers.verify import FoundScene
+from flowrl.scenes.motions import verdict
+from flowrl.scenes.stickers import prompts, verify
+from flowrl.scenes.stickers import world as stickers
+from flowrl.scenes.world import FoundScene, Placed, Scene, SmallWorld, truth
 
-KINDS = {"pictures": prompts, "motions": motions, "edits": edits}
+WORLDS = {"stickers": stickers.STICKERS, "shapes": shapes.SHAPES}
+KINDS: dict[str, dict[str, Any]] = {
+    "stickers": {"pictures": prompts, "motions": stickers.MOTIONS, "edits": stickers.EDITS},
+    "shapes": {"motions": shapes.MOTIONS, "edits": shapes.EDITS},
+}
 TOGETHER = 32  # sentences that are judged at once
 # An object is nearly symmetric if the squared difference from its mirror image is at most this
 # share of its squared difference from white.
@@ -51,7 +52,7 @@ SYMMETRIC = 0.12
 class Drawn:
     """Scenes that a sentence describes, and how what is found in their pictures is judged."""
 
-    scenes: tuple[StickerScene, ...]  # a picture; frames; or source and result
+    scenes: tuple[Scene, ...]  # a picture; frames; or source and result
     judge: Callable[[Sequence[FoundScene]], bool]  # whether what is found is strictly right
     given: int = 0  # number of scenes that no model draws: the source of an edit
     spoilt: int  # place of the scene that is spoilt
@@ -60,108 +61,121 @@ class Drawn:
     @property
     def truth(self) -> list[FoundScene]:
         """What is to be found."""
-        return [verify.truth(scene) for scene in self.scenes]
+        return [truth(scene) for scene in self.scenes]
 
 
-def drawn(kind: str, count: int, seed: int) -> Iterator[Drawn]:
+def drawn(world: str, kind: str, count: int, seed: int) -> Iterator[Drawn]:
     """Draw sentences of a kind, with equal shares of the tasks."""
     tasks: dict[str, list[str]] = defaultdict(list)
-    for row in KINDS[kind].all_prompts():
+    for row in KINDS[world][kind].all_prompts():
         tasks[row["task"]].append(row["prompt"])
     choice = random.Random(seed)
     for number in range(seed * count, (seed + 1) * count):
-        yield described(kind, choice.choice(list(tasks.values())[number % len(tasks)]), number)
+        prompt = choice.choice(list(tasks.values())[number % len(tasks)])
+        yield described(world, kind, prompt, number)
 
 
-def described(kind: str, prompt: str, number: int) -> Drawn:
+def described(world: str, kind: str, prompt: str, number: int) -> Drawn:
     """Draw the scenes of a sentence."""
+    language, source = WORLDS[world].language, KINDS[world][kind]
     if kind == "pictures":
-        asked = read(prompt, WORLD, Picture)
-        scenes = (prompts.scene(prompt, number),)
+        asked = read(prompt, language, Picture)
+        scenes = (source.scene(prompt, number),)
         judge = lambda found: verify.strict(found[0], asked)  # noqa: E731
         return Drawn(scenes=scenes, judge=judge, spoilt=0, number=number)
     if kind == "motions":
-        motion = read(prompt, WORLD, Motion)
-        video = motions.frames(prompt, number)
+        motion = read(prompt, language, Motion)
+        video = source.frames(prompt, number)
         # An end of the video: emptied at another frame, objects may appear later, or disappear
         # earlier, which is right as well.
         place = -1 if motion.verb == "appears" else 0
         shown = [i for i, scene in enumerate(video) if scene.objects]
-        judge = lambda found: motions.verdict(list(found), motion)["strict"] == 1  # noqa: E731
+        judge = lambda found: verdict(list(found), motion)["strict"] == 1  # noqa: E731
         return Drawn(scenes=video, judge=judge, spoilt=shown[place], number=number)
-    edit = read(prompt, WORLD, Edit)
-    judge = lambda found: edits.verdict(found[0], found[1], edit)["strict"] == 1  # noqa: E731
-    scenes = edits.pair(prompt, number)
+    edit = read(prompt, language, Edit)
+    judge = lambda found: source.verdict(found[0], found[1], edit)["strict"] == 1  # noqa: E731
+    scenes = source.pair(prompt, number)
     return Drawn(scenes=scenes, judge=judge, given=1, spoilt=1, number=number)
 
 
 @cache
-def symmetric() -> list[str]:
+def symmetric(world: str) -> list[str]:
     """Objects that are nearly their own mirror images."""
-    sprite = sprites(56)
-    less = sprite[:, :3] - sprite[:, 3:]  # less white
-    apart = (less - less.flip(-1)).square().sum((1, 2, 3)) / less.square().sum((1, 2, 3))
-    return [name for name, share in zip(OBJECTS, apart.tolist(), strict=True) if share <= SYMMETRIC]
+    out = []
+    for noun in WORLDS[world].language.nouns:
+        less = WORLDS[world].render(Scene((Placed(noun, 32.0, 32.0, 56),))) - 1
+        apart = (less - less.flip(-1)).square().sum() / less.square().sum()
+        out += [noun] * bool(apart <= SYMMETRIC)
+    return out
 
 
-def color_of(scene: StickerScene) -> Tensor:
-    """The background, (3, 1, 1)."""
-    return torch.tensor(BACKGROUNDS[scene.background])[:, None, None]
-
-
-def tile(image: Tensor, sticker: Sticker) -> Tensor:
+def tile(image: Tensor, placed: Placed) -> Tensor:
     """The part of (3, 64, 64) where an object lies, to be read or written."""
-    x, y = sticker.corner
-    return image[:, y : y + sticker.size, x : x + sticker.size]
+    x, y = placed.corner
+    return image[:, y : y + placed.size, x : x + placed.size]
 
 
-def halved(scene: StickerScene) -> Tensor:
-    """Draw the left half of the first object."""
-    image = render(scene)
-    own = tile(image, scene.objects[0])
-    own[:, :, own.shape[2] // 2 :] = color_of(scene)
-    return image
+@dataclass(frozen=True, slots=True)
+class Spoiler:
+    """Ways to spoil the picture of a scene; None where a way changes nothing."""
+
+    world: str  # a name of WORLDS
+    pale: float  # contrast of pale pictures
+
+    @property
+    def ways(self) -> dict[str, Callable[[Scene, int], Tensor | None]]:
+        """By name; the second argument is the number of the sample."""
+        return {
+            "blurred: means of 3 x 3 px": lambda scene, _: F.avg_pool2d(
+                self.render(scene)[None], 3, 1, 1, count_include_pad=False
+            )[0],
+            f"pale: {self.pale:.0%} of the contrast": lambda scene, _: torch.lerp(
+                self.empty(scene), self.render(scene), self.pale
+            ),
+            "halved": lambda scene, _: self.halved(scene),
+            "mirrored, of asymmetric objects": lambda scene, _: self.mirrored(scene),
+            "merged with another object": lambda scene, _: self.merged(scene),
+            "noise of 0.15": self.noisy,
+            "empty": lambda scene, _: self.empty(scene),
+        }
+
+    def render(self, scene: Scene) -> Tensor:
+        return WORLDS[self.world].render(scene)
+
+    def empty(self, scene: Scene) -> Tensor:
+        """The background alone."""
+        return self.render(replace(scene, objects=()))
+
+    def halved(self, scene: Scene) -> Tensor:
+        """Draw the left half of the first object."""
+        image = self.render(scene)
+        own = tile(image, scene.objects[0])
+        own[:, :, own.shape[2] // 2 :] = self.empty(scene)[:, :1, :1]
+        return image
+
+    def mirrored(self, scene: Scene) -> Tensor | None:
+        """Draw the mirror image of the first object; None where it is nearly the same."""
+        if scene.objects[0].name in symmetric(self.world):
+            return None
+        image = self.render(scene)
+        own = tile(image, scene.objects[0])
+        own.copy_(own.flip(2).clone())
+        return image
+
+    def merged(self, scene: Scene) -> Tensor:
+        """Draw another object over a part of the first one, half a tile to the right."""
+        first, nouns = scene.objects[0], WORLDS[self.world].language.nouns
+        other = nouns[(nouns.index(first.name) + 7) % len(nouns)]
+        over = replace(first, name=other, x=first.x + first.size // 2)
+        return self.render(replace(scene, objects=(*scene.objects, over)))
+
+    def noisy(self, scene: Scene, number: int) -> Tensor:
+        image = self.render(scene)
+        noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(number))
+        return (image + 0.15 * noise).clamp(0, 1)
 
 
-def mirrored(scene: StickerScene) -> Tensor | None:
-    """Draw the mirror image of the first object; None where it is nearly the same."""
-    if scene.objects[0].name in symmetric():
-        return None
-    image = render(scene)
-    own = tile(image, scene.objects[0])
-    own.copy_(own.flip(2).clone())
-    return image
-
-
-def merged(scene: StickerScene) -> Tensor:
-    """Draw another object over a part of the first one, half a tile to the right."""
-    first = scene.objects[0]
-    other = OBJECTS[(OBJECTS.index(first.name) + 7) % len(OBJECTS)]
-    over = replace(first, name=other, x=first.x + first.size // 2)
-    return render(replace(scene, objects=(*scene.objects, over)))
-
-
-def noisy(scene: StickerScene, number: int) -> Tensor:
-    image = render(scene)
-    noise = torch.randn(image.shape, generator=torch.Generator().manual_seed(number))
-    return (image + 0.15 * noise).clamp(0, 1)
-
-
-def pale(scene: StickerScene) -> Tensor:
-    return color_of(scene) + 0.6 * (render(scene) - color_of(scene))
-
-
-SPOILT: dict[str, Callable[[StickerScene, int], Tensor | None]] = {
-    "blurred: means of 3 x 3 px": lambda scene, _: F.avg_pool2d(
-        render(scene)[None], 3, 1, 1, count_include_pad=False
-    )[0],
-    "pale: 60% of the contrast": lambda scene, _: pale(scene),
-    "halved": lambda scene, _: halved(scene),
-    "mirrored, of asymmetric objects": lambda scene, _: mirrored(scene),
-    "merged with another object": lambda scene, _: merged(scene),
-    "noise of 0.15": noisy,
-    "empty": lambda scene, _: render(replace(scene, objects=())),
-}
+SPOILERS = {"stickers": Spoiler("stickers", 0.6), "shapes": Spoiler("shapes", 0.4)}
 
 
 def orders(own: list[FoundScene], one: Drawn) -> dict[str, list[FoundScene]]:
@@ -176,26 +190,26 @@ def orders(own: list[FoundScene], one: Drawn) -> dict[str, list[FoundScene]]:
 class Reader:
     """The verifier, and the time that it takes."""
 
-    def __init__(self) -> None:
-        self.seconds, self.pictures = 0.0, 0
+    def __init__(self, world: SmallWorld) -> None:
+        self.world, self.seconds, self.pictures = world, 0.0, 0
 
     def __call__(self, images: Tensor) -> list[FoundScene]:
         began = time.process_time()
-        found = verify.detect(images)
+        found = self.world.detect(images)
         self.seconds += time.process_time() - began
         self.pictures += len(images)
         return found
 
 
 def measure(
-    kind: str, count: int, seed: int, through: Callable[[Tensor], Tensor] | None
+    world: str, kind: str, count: int, seed: int, through: Callable[[Tensor], Tensor] | None
 ) -> dict[str, str]:
     """Judge sentences of a kind -> figures by name."""
     rows: dict[str, list[bool]] = defaultdict(list)
-    every, reader = list(drawn(kind, count, seed)), Reader()
+    every, reader = list(drawn(world, kind, count, seed)), Reader(WORLDS[world])
     for start in range(0, count, TOGETHER):
         part = every[start : start + TOGETHER]
-        images = torch.stack([render(scene) for one in part for scene in one.scenes])
+        images = torch.stack([WORLDS[world].render(scene) for one in part for scene in one.scenes])
         size = len(part[0].scenes)
         found = split(reader(images), size)
         rows["accepted as drawn"] += [one.judge(f) for one, f in zip(part, found, strict=True)]
@@ -205,7 +219,7 @@ def measure(
                 rows["accepted through the VAE"].append(
                     one.judge(source[: one.given] + f[one.given :])
                 )
-        refuse(rows, part, found, reader)
+        refuse(rows, part, found, reader, SPOILERS[world])
     out = {name: f"{sum(kept) / len(kept):.2%} of {len(kept)}" for name, kept in rows.items()}
     return out | {"ms a picture": f"{1e3 * reader.seconds / reader.pictures:.1f}"}
 
@@ -215,10 +229,14 @@ def split(found: list[FoundScene], size: int) -> list[list[FoundScene]]:
 
 
 def refuse(
-    rows: dict[str, list[bool]], part: list[Drawn], found: list[list[FoundScene]], reader: Reader
+    rows: dict[str, list[bool]],
+    part: list[Drawn],
+    found: list[list[FoundScene]],
+    reader: Reader,
+    spoiler: Spoiler,
 ) -> None:
     """Spoil pictures in every way, and book whether they are refused."""
-    for name, spoil in SPOILT.items():
+    for name, spoil in spoiler.ways.items():
         spoilt = [spoil(one.scenes[one.spoilt], one.number) for one in part]
         judged = [i for i, image in enumerate(spoilt) if image is not None]
         images = [image for image in spoilt if image is not None]
@@ -265,13 +283,15 @@ def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--scenes", type=int, default=2000, help="sentences of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--world", choices=list(WORLDS), default="stickers")
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS["stickers"]))
     parser.add_argument("--vae", type=Path, help="a folder, or a checkpoint of train_stickers.py")
     args = parser.parse_args(words)
     torch.set_num_threads(1)
     through = autoencoder(args.vae) if args.vae else None
-    found = {kind: measure(kind, args.scenes, args.seed, through) for kind in args.kinds}
-    print(f"nearly symmetric: {', '.join(symmetric())}\n")
+    kinds = args.kinds or list(KINDS[args.world])
+    found = {kind: measure(args.world, kind, args.scenes, args.seed, through) for kind in kinds}
+    print(f"nearly symmetric: {', '.join(symmetric(args.world))}\n")
     print(f"| | {' | '.join(found)} |\n|-{'|-' * len(found)}|")
     for name in dict.fromkeys(name for rows in found.values() for name in rows):
         print(f"| {name} | {' | '.join(rows.get(name, '') for rows in found.values())} |")

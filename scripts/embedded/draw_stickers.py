@@ -26,14 +26,12 @@ from flowrl.scenes.stickers.scenes import (
     BACKGROUNDS,
     COLUMNS,
     OBJECTS,
-    PIXELS,
     SHEET,
     SIZES,
     TILE,
-    Sticker,
-    StickerScene,
     render,
 )
+from flowrl.scenes.world import PIXELS, Placed, Scene
 
 ICONS = {  # object -> its name in the package, where that is another
     "cat": "cat-face",
@@ -115,8 +113,8 @@ def contact() -> Image.Image:
     rows = []
     for background in BACKGROUNDS:
         for size in sizes:
-            stickers = (Sticker(name, middle, middle, size) for name in OBJECTS)
-            pictures = [render(StickerScene((sticker,), background)) for sticker in stickers]
+            stickers = (Placed(name, middle, middle, size) for name in OBJECTS)
+            pictures = [render(Scene((sticker,), background)) for sticker in stickers]
             cut = slice(int(middle) - half, int(middle) + half)
             rows.append(torch.cat([picture[:, cut, cut] for picture in pictures], 2))
     pixels = (torch.cat(rows, 1) * 255).round().byte().permute(1, 2, 0).numpy()

@@ -205,11 +205,16 @@ class Reading(torch.nn.Linear):
         known = {t: self._label(prompts.find(t)) for t in set(text)}
         return torch.tensor([known[t] for t in text])
 
-    def _label(self, prompt: prompts.Prompt) -> list[int]:
+    @staticmethod
+    def said(prompt: prompts.Prompt) -> list[Any]:
+        """What each part of a prompt is."""
         clauses = prompt["include"]
         first, other = clauses[0], clauses[1] if len(clauses) > 1 else {}
         said = [first["shape"], first["color"], first["count"]]
-        said += [other.get("shape"), other.get("color"), other.get("position", [None])[0]]
+        return [*said, other.get("shape"), other.get("color"), other.get("position", [None])[0]]
+
+    def _label(self, prompt: prompts.Prompt) -> list[int]:
+        said = self.said(prompt)
         return [part.index(word) for part, word in zip(self.PARTS, said, strict=True)]
 
     def loss(self, pooled: Tensor, labels: Tensor) -> Tensor:

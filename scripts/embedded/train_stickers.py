@@ -40,7 +40,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from flowrl.scenes import grammar
 from flowrl.scenes.stickers import prompts
-from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, StickerScene, place, render
+from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, SIZES, render
+from flowrl.scenes.world import Scene, place
 from flowrl.shapes import build
 
 TEXT_TOKENS = 16  # the longest prompt has 12 words
@@ -80,7 +81,7 @@ def draw(generator: torch.Generator) -> Tensor:
     white, other = torch.rand(2, generator=generator).tolist()
     names = list(BACKGROUNDS)
     background = names[0] if white < WHITE else names[1 + int(other * (len(names) - 1))]
-    return render(StickerScene(place([OBJECTS[k] for k in kinds], generator), background))
+    return render(Scene(place([OBJECTS[k] for k in kinds], SIZES, generator), background))
 
 
 def generator_of(args: argparse.Namespace, step: int) -> torch.Generator:
@@ -304,12 +305,12 @@ def encoded(path: Path, total: int, encode: Callable[[Sequence[int]], Tensor]) -
     return torch.cat(done)
 
 
-def encoder(args: argparse.Namespace) -> Callable[[Sequence[StickerScene]], Tensor]:
+def encoder(args: argparse.Namespace) -> Callable[[Sequence[Scene]], Tensor]:
     """Scenes to latents (N, 16, 8, 8): the posterior's mode, as pipelines take it."""
     model = vae().to(args.device).eval()
     resume(args.work / "vae.pt", model=model)
 
-    def encode(scenes: Sequence[StickerScene]) -> Tensor:
+    def encode(scenes: Sequence[Scene]) -> Tensor:
         x = torch.stack([render(one) for one in scenes]) * 2 - 1
         return model.encode(x.to(args.device)).latent_dist.mode()
 
@@ -341,6 +342,8 @@ def levels(count: int, g: torch.Generator) -> Tensor:
 class Batches:
     """Batches of noisy latents: each is a function of (seed, step)."""
 
+    tokens = TEXT_TOKENS  # to which texts are padded
+
     def __init__(
         self,
         args: argparse.Namespace,
@@ -349,7 +352,7 @@ class Batches:
         z: Tensor,  # (N, ...) fp16 of unit variance: what is to be drawn
         text: Sequence[str],  # N
     ) -> None:
-        pad = {"padding": "max_length", "max_length": TEXT_TOKENS, "return_tensors": "pt"}
+        pad = {"padding": "max_length", "max_length": self.tokens, "return_tensors": "pt"}
         self.ids, self.empty = tok(text, **pad).input_ids, tok([""], **pad).input_ids
         self.args, self.z, self.labels = args, z, reading.labels(text)
         self.alphas = scheduler().alphas_cumprod

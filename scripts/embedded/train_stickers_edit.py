@@ -37,8 +37,9 @@ from train_stickers import (
 )
 
 from flowrl.scenes import grammar
-from flowrl.scenes.stickers import edits
+from flowrl.scenes.edits import SHARES
 from flowrl.scenes.stickers.prompts import WORLD
+from flowrl.scenes.stickers.world import EDITS
 
 CHANNELS = 32  # 16 of noisy latents and 16 of the source's
 
@@ -52,18 +53,18 @@ def edit_words(text: str) -> tuple[object, ...]:
 def edit_reading() -> Reading:
     nouns = (None, *WORLD.nouns)
     results = (*nouns, *WORLD.backgrounds, *grammar.DIRECTIONS)
-    return Reading((tuple(edits.SHARES), nouns, results), edit_words)
+    return Reading((tuple(SHARES), nouns, results), edit_words)
 
 
 def instructions(count: int, seed: int) -> list[str]:
-    """Drawn instructions, the actions in the proportions of edits.SHARES."""
+    """Drawn instructions, the actions in the proportions of SHARES."""
     g = torch.Generator().manual_seed(seed + 2)
     known = grammar.sentences(WORLD).items()
     by_action = {
         action: [text for text, e in known if isinstance(e, grammar.Edit) and e.action == action]
-        for action in edits.SHARES
+        for action in SHARES
     }
-    shares = torch.tensor([*edits.SHARES.values()])
+    shares = torch.tensor([*SHARES.values()])
     actions = torch.multinomial(shares, count, True, generator=g).tolist()
     lists = [by_action[list(by_action)[action]] for action in actions]
     places = torch.rand(count, generator=g).tolist()
@@ -79,7 +80,7 @@ def edit_latents(args: argparse.Namespace) -> dict[str, Any]:
         text, encode = instructions(args.pairs, args.seed), encoder(args)
 
         def both(rows: Any) -> Tensor:
-            before, after = zip(*(edits.pair(text[row], row) for row in rows), strict=True)
+            before, after = zip(*(EDITS.pair(text[row], row) for row in rows), strict=True)
             return torch.stack([encode(before), encode(after)], 1)
 
         scale = latents(args)["scale"]

@@ -45,9 +45,9 @@ from train_stickers import (
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from flowrl.scenes import grammar
-from flowrl.scenes.stickers import motions
 from flowrl.scenes.stickers.prompts import WORLD
 from flowrl.scenes.stickers.scenes import render
+from flowrl.scenes.stickers.world import MOTIONS
 
 FRAMES = 9
 TEXT_WIDTH = 64
@@ -91,7 +91,7 @@ def motion_sentences(count: int, g: torch.Generator, plain: float) -> list[str]:
 
 def video(text: str, seed: int) -> Tensor:
     """A motion's video (3, 9, 64, 64) in [-1, 1], a function of text and seed."""
-    return torch.stack([render(scene) for scene in motions.frames(text, seed, FRAMES)], 1) * 2 - 1
+    return torch.stack([render(scene) for scene in MOTIONS.frames(text, seed, FRAMES)], 1) * 2 - 1
 
 
 def videos(count: int, g: torch.Generator) -> Tensor:

@@ -5,9 +5,11 @@ import scenes
 import torch
 from diffusers import AutoencoderKL
 
-from flowrl.scenes.stickers.scenes import Sticker, StickerScene, render
+from flowrl.scenes.stickers.scenes import render
+from flowrl.scenes.world import Placed, Scene
 
-CAT = StickerScene((Sticker("cat", 20.0, 20.0, 20), Sticker("taco", 46.0, 46.0, 22)), "blue")
+SPOILER = scenes.SPOILERS["stickers"]
+CAT = Scene((Placed("cat", 20.0, 20.0, 20), Placed("taco", 46.0, 46.0, 22)), "blue")
 
 
 def table(capsys, *words):
@@ -21,25 +23,25 @@ def test_what_is_drawn_is_accepted_and_what_is_spoilt_is_refused(capsys):
     rows = table(capsys, "--scenes", "4")
     assert rows[""] == ["pictures", "motions", "edits"]
     assert rows["accepted as drawn"] == ["100.00% of 4"] * 3
-    assert {f"refused: {name}" for name in scenes.SPOILT} <= rows.keys()
+    assert {f"refused: {name}" for name in scenes.SPOILERS["stickers"].ways} <= rows.keys()
     refused = [cell for name, row in rows.items() if "refused" in name for cell in row if cell]
     assert all(cell.startswith("100.00%") for cell in refused)
     assert all(float(cell) > 0 for cell in rows["ms a picture"])
 
 
 def test_the_first_object_alone_is_spoilt():
-    for spoilt in (scenes.halved(CAT), scenes.merged(CAT)):
+    for spoilt in (SPOILER.halved(CAT), SPOILER.merged(CAT)):
         changed = (spoilt - render(CAT)).abs().amax(0) > 0
         assert bool(changed[10:30, 20:40].any()) and not bool(changed[35:].any())
-    taco = StickerScene(CAT.objects[1:], "blue")
-    assert "cat" in scenes.symmetric() and scenes.mirrored(CAT) is None
+    taco = Scene(CAT.objects[1:], "blue")
+    assert "cat" in scenes.symmetric("stickers") and SPOILER.mirrored(CAT) is None
     torch.testing.assert_close(
-        scenes.mirrored(taco)[:, 35:57, 35:57], render(taco)[:, 35:57, 35:57].flip(2)
+        SPOILER.mirrored(taco)[:, 35:57, 35:57], render(taco)[:, 35:57, 35:57].flip(2)
     )
 
 
 def test_a_video_reversed_and_a_copy_of_a_source_are_what_they_say():
-    still, edit = (next(scenes.drawn(kind, 1, 0)) for kind in ("motions", "edits"))
+    still, edit = (next(scenes.drawn("stickers", kind, 1, 0)) for kind in ("motions", "edits"))
     own = still.truth
     assert scenes.orders(own, still)["reversed"] == own[::-1]
     assert set(scenes.orders(edit.truth, edit)) == {"a copy of the source"}

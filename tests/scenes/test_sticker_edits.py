@@ -10,8 +10,10 @@ from flowrl import rewards
 from flowrl.data import conditions
 from flowrl.data.media import from_pil
 from flowrl.data.prompts import load_prompts, meta_rows
-from flowrl.scenes.stickers import edits
-from flowrl.scenes.stickers.scenes import Sticker, StickerScene, render
+from flowrl.scenes import edits
+from flowrl.scenes.stickers.scenes import render
+from flowrl.scenes.stickers.world import EDITS as WORLD
+from flowrl.scenes.world import Placed, Scene
 from flowrl.shapes.scenes import Object
 from flowrl.shapes.scenes import render as render_shapes
 from flowrl.types import MediaContext
@@ -24,8 +26,8 @@ EDITS = [
     "move the cat left",
     "move the cat down",
 ]
-CAT, DOG = Sticker("cat", 20.0, 20.0, 20), Sticker("dog", 46.0, 46.0, 22)
-SOURCE = StickerScene((CAT, DOG), "pink")
+CAT, DOG = Placed("cat", 20.0, 20.0, 20), Placed("dog", 46.0, 46.0, 22)
+SOURCE = Scene((CAT, DOG), "pink")
 
 
 def parts(result, instruction, source=SOURCE):
@@ -37,12 +39,12 @@ def parts(result, instruction, source=SOURCE):
 
 @pytest.mark.parametrize("instruction", EDITS)
 def test_an_edit_is_right_and_its_source_and_other_pictures_score_zero(instruction):
-    source, target = edits.pair(instruction, 0)
+    source, target = WORLD.pair(instruction, 0)
     whole = {"partial": 1.0, "strict": 1.0, "changed": 1.0, "kept": 1.0}
     assert parts(target, instruction, source) == whole
     copy = parts(source, instruction, source)
     assert copy["changed"] == copy["partial"] == copy["strict"] == 0 and copy["kept"] > 0
-    others = [torch.ones(1, 3, 64, 64), torch.rand(1, 3, 64, 64), edits.pair(instruction, 1)[1]]
+    others = [torch.ones(1, 3, 64, 64), torch.rand(1, 3, 64, 64), WORLD.pair(instruction, 1)[1]]
     others.append(render_shapes([Object("circle", "red", 20, 20, 10)])[None])
     for other in others:
         assert parts(other, instruction, source)["partial"] == 0
@@ -72,7 +74,7 @@ VERDICTS = [  # instruction, objects of the result, its background, changed, kep
 def test_what_should_stay_is_counted_apart_from_what_should_change(
     instruction, objects, background, changed, kept
 ):
-    found = parts(StickerScene(objects, background), instruction)
+    found = parts(Scene(objects, background), instruction)
     assert (found["changed"], found["kept"]) == pytest.approx((changed, kept))
     assert found["partial"] == pytest.approx(changed * kept)
     assert found["strict"] == float(changed == kept == 1)
@@ -95,9 +97,9 @@ def test_prompts_bring_their_sources_as_conditions():
 
 
 def test_a_prompt_file_with_pictures_does_the_same(tmp_path):
-    source, target = edits.pair(EDITS[0], 0)
+    source, target = WORLD.pair(EDITS[0], 0)
     row = {"prompt": EDITS[0], "image": "source.png"}
-    edits.picture(source).save(tmp_path / "source.png")
+    WORLD.picture(source).save(tmp_path / "source.png")
     (tmp_path / "edits.jsonl").write_text(json.dumps(row) + "\n")
     media = torch.stack([render(target), render(source)])
     texts, context = meta_rows(load_prompts(str(tmp_path / "edits.jsonl")), [0, 0], media)
@@ -109,7 +111,7 @@ def test_bad_input_is_refused_in_a_sentence():
         ValueError, match='"remove the fox" is about one fox, and its source shows 0'
     ):
         parts(SOURCE, "remove the fox")
-    twice = StickerScene((CAT, replace(DOG, name="cat")))
+    twice = Scene((CAT, replace(DOG, name="cat")))
     with pytest.raises(ValueError, match="its source shows 2; give a picture with exactly one"):
         parts(twice, "remove the cat", twice)
     shapes = render_shapes([Object("circle", "red", 20, 20, 10)])[None]
@@ -120,5 +122,5 @@ def test_bad_input_is_refused_in_a_sentence():
     with pytest.raises(
         ValueError, match='the stickers world has no word "kar"; did you mean "car"'
     ):
-        edits.pair("remove the kar", 0)
+        WORLD.pair("remove the kar", 0)
     assert "no edit" in (REWARD.complaint({"prompt": "a cat"}) or "")

@@ -5,17 +5,18 @@ import torch
 
 from flowrl import rewards
 from flowrl.data.prompts import load_prompts
+from flowrl.scenes import motions
 from flowrl.scenes.grammar import MOTIONS, Motion, Thing
-from flowrl.scenes.stickers import motions
-from flowrl.scenes.stickers.scenes import Sticker, StickerScene, render
-from flowrl.scenes.stickers.verify import truth
+from flowrl.scenes.stickers.scenes import render
+from flowrl.scenes.stickers.world import MOTIONS as WORLD
+from flowrl.scenes.world import Placed, Scene, truth
 
 REWARD = rewards.load("stickers_motion")
 FOX = Motion(Thing("fox"), "moves right")
 
 
 def video(prompt, seed=0, number=6):
-    return torch.stack([render(s) for s in motions.frames(prompt, seed, number)])[None]
+    return torch.stack([render(s) for s in WORLD.frames(prompt, seed, number)])[None]
 
 
 def parts(media, prompt):
@@ -24,7 +25,7 @@ def parts(media, prompt):
 
 def judged(motion, *frames):
     """The verdict on scenes, of which each is a list of (x, size) of foxes."""
-    scenes = [StickerScene(tuple(Sticker("fox", x, 32.0, s) for x, s in row)) for row in frames]
+    scenes = [Scene(tuple(Placed("fox", x, 32.0, s) for x, s in row)) for row in frames]
     return motions.verdict([truth(scene) for scene in scenes], motion)
 
 
@@ -87,13 +88,13 @@ def test_bad_input_is_refused_in_a_sentence():
     with pytest.raises(ValueError, match="takes at least 3 frames, and the video has 1"):
         REWARD(white[:, :1], ["a fox moves left"])
     with pytest.raises(ValueError, match="takes at least 3 frames, not 2"):
-        motions.frames("a fox moves left", 0, 2)
+        WORLD.frames("a fox moves left", 0, 2)
     with pytest.raises(
         ValueError, match=r"reads square pictures \(B, 3, S, S\), not \(4, 3, 64, 4"
     ):
         REWARD(white[..., :48], ["a fox moves left"])
     with pytest.raises(ValueError, match='"a fox jumps" is no motion of the stickers world'):
-        motions.frames("a fox jumps", 0)
+        WORLD.frames("a fox jumps", 0)
     assert "no motion" in (REWARD.complaint({"prompt": "a fox left of a cat"}) or "")
 
 
@@ -102,5 +103,5 @@ def test_motions_are_lists_of_prompts():
     keys = [{row["combination"] for row in rows} for rows in (train, held_out)]
     assert not keys[0] & keys[1] and {row["task"] for row in held_out} == set(MOTIONS)
     assert all(REWARD.complaint(row) is None for row in train)
-    scenes = motions.frames(train[0]["prompt"], 3)
-    assert len(scenes) == 9 and scenes == motions.frames(train[0]["prompt"], 3)
+    scenes = WORLD.frames(train[0]["prompt"], 3)
+    assert len(scenes) == 9 and scenes == WORLD.frames(train[0]["prompt"], 3)

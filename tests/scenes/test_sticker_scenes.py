@@ -9,19 +9,8 @@ import torch
 
 from flowrl.scenes.grammar import RELATIONS
 from flowrl.scenes.stickers import scenes
-from flowrl.scenes.stickers.scenes import (
-    BACKGROUNDS,
-    GAP,
-    MARGIN,
-    OBJECTS,
-    PIXELS,
-    SIZES,
-    Sticker,
-    StickerScene,
-    place,
-    render,
-    sprites,
-)
+from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, SIZES, render, sprites
+from flowrl.scenes.world import GAP, MARGIN, PIXELS, Placed, Scene, place
 
 
 def test_every_object_has_a_picture_of_its_own_that_fills_its_tile():
@@ -47,7 +36,7 @@ def test_a_smaller_sprite_holds_the_mean_colour_of_the_larger_one(size):
 
 def test_a_sticker_is_drawn_over_the_background_at_its_place_and_nowhere_else():
     sprite = sprites(20)[OBJECTS.index("taco")]
-    picture = render(StickerScene((Sticker("taco", 30.0, 21.0, 20),), "blue"))
+    picture = render(Scene((Placed("taco", 30.0, 21.0, 20),), "blue"))
     blue = torch.tensor(BACKGROUNDS["blue"])[:, None, None]
     seen = picture[:, 11:31, 20:40]
     torch.testing.assert_close(seen, blue * (1 - sprite[3]) + sprite[:3], atol=1e-6, rtol=0)
@@ -56,8 +45,8 @@ def test_a_sticker_is_drawn_over_the_background_at_its_place_and_nowhere_else():
 
 
 def test_a_sticker_that_leaves_the_picture_is_cut_off():
-    whole = render(StickerScene((Sticker("fox", 32.0, 32.0, 24),)))
-    cut = render(StickerScene((Sticker("fox", 2.0, 60.0, 24),)))
+    whole = render(Scene((Placed("fox", 32.0, 32.0, 24),)))
+    cut = render(Scene((Placed("fox", 2.0, 60.0, 24),)))
     assert torch.equal(cut[:, 48:, :14], whole[:, 20:36, 30:44])
     assert bool((cut[:, :, 14:] == 1).all())
 
@@ -67,7 +56,7 @@ def test_objects_of_a_scene_lie_inside_and_do_not_touch(count):
     generator = torch.Generator().manual_seed(count)
     sizes = set()
     for _ in range(100):
-        placed = place(OBJECTS[:count], generator)
+        placed = place(OBJECTS[:count], SIZES, generator)
         assert [o.name for o in placed] == list(OBJECTS[:count])
         sizes |= {o.size for o in placed}
         for o in placed:
@@ -84,13 +73,13 @@ def test_a_relation_holds_between_the_first_two_within_45_degrees(relation):
     generator = torch.Generator().manual_seed(0)
     dx, dy = RELATIONS[relation]
     for _ in range(50):
-        a, b = place(("cat", "pizza"), generator, relation)
+        a, b = place(("cat", "pizza"), SIZES, generator, relation)
         along = (a.x - b.x) * dx + (a.y - b.y) * dy
         assert along > abs((a.x - b.x) * dy) + abs((a.y - b.y) * dx)
 
 
 def test_the_same_seed_draws_the_same_scene():
-    one, other = (place(("cat", "dog"), torch.Generator().manual_seed(7)) for _ in range(2))
+    one, other = (place(("cat", "dog"), SIZES, torch.Generator().manual_seed(7)) for _ in range(2))
     assert one == other
 
 

@@ -15,10 +15,9 @@ from flowrl.scenes.stickers.scenes import (
     BACKGROUNDS,
     OBJECTS,
     SIZES,
-    Sticker,
-    StickerScene,
     render,
 )
+from flowrl.scenes.world import Placed, Scene
 from flowrl.shapes.scenes import Object
 from flowrl.shapes.scenes import render as render_shapes
 
@@ -42,7 +41,7 @@ def test_every_render_is_read_exactly():
 @pytest.mark.parametrize("background", ["white", "yellow"])
 def test_every_object_is_told_from_every_other_at_the_smallest_and_largest_size(background):
     for size in (SIZES[0], SIZES[-1]):
-        scenes = [StickerScene((Sticker(n, 30.0, 33.0, size),), background) for n in OBJECTS]
+        scenes = [Scene((Placed(n, 30.0, 33.0, size),), background) for n in OBJECTS]
         found = verify.detect(torch.stack([render(s) for s in scenes]))
         assert [[(o.name, o.size) for o in f.objects] for f in found] == [
             [(name, size)] for name in OBJECTS
@@ -56,7 +55,7 @@ def alone():
     """Names, pictures and backgrounds of one object each."""
     names = [name for name in OBJECTS if name not in SYMMETRIC]
     scenes = [
-        StickerScene((Sticker(name, 32.0, 32.0, 18 + i % 11),), list(BACKGROUNDS)[i % 6])
+        Scene((Placed(name, 32.0, 32.0, 18 + i % 11),), list(BACKGROUNDS)[i % 6])
         for i, name in enumerate(names)
     ]
     pictures = torch.stack([render(s) for s in scenes])
@@ -104,7 +103,7 @@ def test_a_little_noise_and_a_larger_picture_are_read():
 
 
 def test_an_extra_speck_or_another_background_is_not_strictly_right():
-    picture = render(StickerScene((Sticker("cat", 20.0, 20.0, 20),)))
+    picture = render(Scene((Placed("cat", 20.0, 20.0, 20),)))
     asked = Picture((Thing("cat"),))
     speck = picture.clone()
     speck[:, 50:53, 50:53] = 0

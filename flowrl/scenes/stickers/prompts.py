@@ -6,13 +6,11 @@ trains on no held-out combination (pretraining draws from both).
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
 
-import torch
-
 from flowrl.scenes.grammar import MOTIONS, RELATIONS, Language, Picture, read, sentences, text
-from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, StickerScene, place
+from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, SIZES
+from flowrl.scenes.world import Scene, keyed, place
 from flowrl.shapes.prompts import Prompt, held_out, shared_out
 
 PLAIN = "white"  # the background of a scene whose prompt names none
@@ -69,16 +67,10 @@ def eval_prompts(count: int = 128) -> list[Prompt]:
     return shared_out([p for p in all_prompts() if held_out(p)], count, SHARES)
 
 
-def keyed(*parts: object) -> torch.Generator:
-    """A generator whose numbers are a function of these parts."""
-    digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def scene(prompt: str, seed: int) -> StickerScene:
+def scene(prompt: str, seed: int) -> Scene:
     """Draw a scene that the prompt describes exactly, a function of prompt and seed; white where it
     names no background. Not a picture of this world -> ValueError."""
     picture = read(prompt, WORLD, Picture)
     names = [thing.noun for thing in picture.things for _ in range(thing.count)]
     relation = picture.join if picture.join in RELATIONS else None
-    return StickerScene(place(names, keyed(seed, prompt), relation), picture.background or PLAIN)
+    return Scene(place(names, SIZES, keyed(seed, prompt), relation), picture.background or PLAIN)

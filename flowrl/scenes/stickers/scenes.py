@@ -8,8 +8,6 @@ reaches from side to side. The pictures are Noto Emoji's (NOTICE beside this fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,15 +16,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.scenes.grammar import RELATIONS
+from flowrl.scenes.world import PIXELS, Scene
 
 SHEET = Path(__file__).with_name("sprites.png")  # OBJECTS in rows of COLUMNS tiles, RGBA
 TILE, COLUMNS = 56, 8  # px, side of a tile of the sheet; tiles in a row
-PIXELS = 64
 SIZES = range(18, 29)  # px, sides that an object can have
-MARGIN = 2  # px, least distance of a tile from the edge of the picture
-GAP = 6  # px, least distance between two tiles, along x or along y
-DRAWS = 128  # layouts that are drawn at once, of which the first that fits is taken
 
 # fmt: off
 OBJECTS = (
@@ -45,30 +39,6 @@ BACKGROUNDS: dict[str, tuple[float, float, float]] = {
     "pink": (1.00, 0.74, 0.88),
     "purple": (0.80, 0.64, 0.96),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Sticker:
-    """One drawn object."""
-
-    name: str  # a name of OBJECTS
-    x: float  # px, horizontal place of the tile's centre
-    y: float  # px, vertical place of the tile's centre
-    size: int  # px, side of the tile, one of SIZES
-
-    @property
-    def corner(self) -> tuple[int, int]:
-        """Pixel (x, y) at the upper left of the tile; a centre between pixels is rounded."""
-        half = self.size / 2
-        return round(self.x - half), round(self.y - half)
-
-
-@dataclass(frozen=True, slots=True)
-class StickerScene:
-    """Objects that do not touch on a background of one colour."""
-
-    objects: tuple[Sticker, ...]  # one to four, in the order in which a prompt names them
-    background: str = "white"  # a name of BACKGROUNDS
 
 
 @cache
@@ -95,7 +65,7 @@ def sprites(size: int) -> Tensor:
     return share @ _sheet() @ share.T
 
 
-def render(scene: StickerScene) -> Tensor:
+def render(scene: Scene) -> Tensor:
     """Draw a scene -> (3, 64, 64) fp32 in [0, 1]; what lies outside the picture is cut off."""
     image = torch.tensor(BACKGROUNDS[scene.background])[:, None, None].repeat(1, PIXELS, PIXELS)
     for sticker in scene.objects:
@@ -106,33 +76,3 @@ def render(scene: StickerScene) -> Tensor:
         seen = image[:, y : y + sprite.shape[1], x : x + sprite.shape[2]]
         seen.mul_(1 - sprite[3]).add_(sprite[:3])
     return image.clamp_(0, 1)
-
-
-def place(
-    names: Sequence[str], generator: torch.Generator, relation: str | None = None
-) -> tuple[Sticker, ...]:
-    """Draw sizes and places for one to four objects; `relation` holds between the first two, within
-    45 degrees. Two objects are at most 26 px each, three 24 px, four 22 px."""
-    count = len(names)
-    largest = {2: 26, 3: 24, 4: 22}.get(count, SIZES[-1])
-    while True:
-        u = torch.rand(DRAWS, count, 3, generator=generator)
-        size = SIZES[0] + (u[..., 0] * (largest - SIZES[0] + 1)).long()  # (DRAWS, count)
-        corner = MARGIN + (u[..., 1:] * (PIXELS - 2 * MARGIN - size + 1)[..., None]).long()
-        center = corner + size[..., None] / 2
-        apart = (center[:, :, None] - center[:, None]).abs().amax(-1)
-        touching = apart < GAP + (size[:, :, None] + size[:, None]) / 2
-        fits = touching.sum((1, 2)) == count  # an object touches itself alone
-        if relation is not None:
-            fits &= holds(relation, center[:, 0] - center[:, 1])
-        if fits.any():
-            first = int(fits.int().argmax())
-            each = zip(names, center[first].tolist(), size[first].tolist(), strict=True)
-            return tuple(Sticker(name, x, y, side) for name, (x, y), side in each)
-
-
-def holds(relation: str, offset: Tensor) -> Tensor:
-    """Whether offsets (..., 2) point within 45 degrees of a relation's direction."""
-    direction = torch.tensor(RELATIONS[relation], dtype=offset.dtype)
-    along = offset @ direction
-    return along > (offset - along[..., None] * direction).abs().amax(-1)

@@ -13,7 +13,6 @@ DETAIL.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,15 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.scenes.grammar import RELATIONS, Picture
-from flowrl.scenes.stickers.scenes import (
-    BACKGROUNDS,
-    OBJECTS,
-    PIXELS,
-    SIZES,
-    StickerScene,
-    holds,
-    sprites,
-)
+from flowrl.scenes.stickers.scenes import BACKGROUNDS, OBJECTS, SIZES, sprites
+from flowrl.scenes.world import PIXELS, FoundObject, FoundScene, holds
 from flowrl.shapes.verify import components, objects
 
 ERROR, DETAIL = 0.06, 0.45  # largest errors of an object that is recognised
@@ -39,34 +31,6 @@ SPECK, MOST = 20, 6  # px, smaller components are ignored; how many of a picture
 SAME_COLOR = 0.08  # largest distance of a channel from the background's colour
 WINDOW = 38  # px, side of the window in which sprites are compared
 REACH = 1  # px, how far from the centre of gravity a sprite may lie, per axis
-
-
-@dataclass(frozen=True, slots=True)
-class FoundSticker:
-    """One component of a picture."""
-
-    name: str | None  # a name of OBJECTS; None: not recognised
-    x: float  # px, horizontal place of the tile's centre, or of the centre of gravity
-    y: float  # px, vertical place
-    size: int  # px, side of the tile; 0: not recognised
-
-
-@dataclass(frozen=True, slots=True)
-class FoundScene:
-    """What is in a picture."""
-
-    objects: tuple[FoundSticker, ...]  # the largest first
-    background: str | None  # a name of BACKGROUNDS; None: another colour
-
-    def known(self) -> bool:
-        """Whether the background and every object were recognised."""
-        return self.background is not None and all(o.name is not None for o in self.objects)
-
-
-def truth(scene: StickerScene) -> FoundScene:
-    """What is to be found in the picture of a scene."""
-    found = (FoundSticker(o.name, o.x, o.y, o.size) for o in scene.objects)
-    return FoundScene(tuple(found), scene.background)
 
 
 @cache
@@ -135,7 +99,7 @@ def detect(images: Tensor) -> list[FoundScene]:
     seen = F.max_pool2d(seen.float(), 3, stride=1, padding=1)[:, 0] > 0
     rows, masks = _parts(components(seen))
     names = list(BACKGROUNDS)
-    found: list[list[FoundSticker]] = [[] for _ in range(len(images))]
+    found: list[list[FoundObject]] = [[] for _ in range(len(images))]
     for b in nearest[rows].unique().tolist():
         own = nearest[rows] == b
         _match(less, rows[own], masks[own], names[b], found)
@@ -156,7 +120,7 @@ def _parts(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _match(
-    less: Tensor, rows: Tensor, masks: Tensor, background: str, found: list[list[FoundSticker]]
+    less: Tensor, rows: Tensor, masks: Tensor, background: str, found: list[list[FoundObject]]
 ) -> None:
     """Recognise components (K, 64, 64) of pictures `rows` (K,), which lie on one background, and
     add each to what was found."""
@@ -188,13 +152,13 @@ def _match(
         if sure[k]:
             number, size = facts[best[k], :2].tolist()
             left, top = corner[k].tolist()
-            found[row].append(FoundSticker(OBJECTS[number], left + size / 2, top + size / 2, size))
+            found[row].append(FoundObject(OBJECTS[number], left + size / 2, top + size / 2, size))
         elif not any(max(abs(o.x - x), abs(o.y - y)) <= o.size / 2 for o in found[row]):
             # what lies in the tile of an object that was recognised is a loose part of it
-            found[row].append(FoundSticker(None, x, y, 0))
+            found[row].append(FoundObject(None, x, y, 0))
 
 
-def stated(relation: str, a: FoundSticker, b: FoundSticker) -> bool:
+def stated(relation: str, a: FoundObject, b: FoundObject) -> bool:
     """Whether a relation holds between two objects, within 45 degrees."""
     return bool(holds(relation, torch.tensor([a.x - b.x, a.y - b.y])))
 

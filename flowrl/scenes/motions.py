@@ -1,4 +1,4 @@
-"""Motions of the stickers world: prompts, videos, and a verifier that reads every frame."""
+"""Motions of a world: prompts, videos, and a verifier that reads every frame."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ from dataclasses import replace
 import torch
 
 from flowrl.scenes.grammar import DIRECTIONS, MOTIONS, Motion, read, sentences, text
-from flowrl.scenes.stickers.prompts import PLAIN, WORLD, keyed
-from flowrl.scenes.stickers.scenes import MARGIN, PIXELS, SIZES, Sticker, StickerScene, place
-from flowrl.scenes.stickers.verify import FoundScene, truth
+from flowrl.scenes.world import (
+    MARGIN,
+    PIXELS,
+    FoundScene,
+    Placed,
+    Scene,
+    SmallWorld,
+    keyed,
+    place,
+    truth,
+)
 from flowrl.shapes.prompts import Prompt, held_out, shared_out
 
 MOVED, GROWN = 8, 4  # px, least way and least change of size that count in full
@@ -19,52 +27,59 @@ BACKWARDS = ("moves left", "moves up", "disappears", "shrinks")  # drawn from th
 SHARES = dict.fromkeys(MOTIONS, 1 / len(MOTIONS))
 
 
-def all_prompts() -> list[Prompt]:
-    """Every motion that names no background; its task is its verb."""
-    return [
-        {"prompt": text(m), "task": m.verb, "combination": f"{m.thing.noun} {m.verb}"}
-        for m in sentences(WORLD).values()
-        if isinstance(m, Motion)
-    ]
+class Motions:
+    """Sentences and videos of a world."""
+
+    def __init__(self, world: SmallWorld) -> None:
+        self.world = world
+
+    def all_prompts(self) -> list[Prompt]:
+        """Every motion that names no background; its task is its verb."""
+        return [
+            {"prompt": text(m), "task": m.verb, "combination": f"{m.thing.noun} {m.verb}"}
+            for m in sentences(self.world.language).values()
+            if isinstance(m, Motion)
+        ]
+
+    def train_prompts(self) -> list[Prompt]:
+        """Motions that RL trains on, disjoint in object and verb from `eval_prompts`."""
+        return shared_out([p for p in self.all_prompts() if not held_out(p)], 256, SHARES)
+
+    def eval_prompts(self) -> list[Prompt]:
+        """Held-out motions."""
+        return shared_out([p for p in self.all_prompts() if held_out(p)], 64, SHARES)
+
+    def frames(self, prompt: str, seed: int, number: int = 9) -> tuple[Scene, ...]:
+        """Draw the scenes of a video that a motion describes, a function of prompt, seed and number
+        of frames. What moves goes from one edge to the other. Fewer than FEWEST frames, or a
+        sentence that is no motion of this world -> ValueError."""
+        motion = read(prompt, self.world.language, Motion)
+        if number < FEWEST:
+            raise ValueError(f'"{prompt}" takes at least {FEWEST} frames, not {number}')
+        generator = keyed(seed, prompt)
+        start = float(torch.rand((), generator=generator))  # when objects appear
+        times = torch.linspace(0, 1, number).tolist()
+        while True:
+            own = place([motion.thing.noun] * motion.thing.count, self.world.sizes, generator)
+            drawn = [_at(own, motion.verb, time, start, self.world.sizes[0]) for time in times]
+            if motion.verb in BACKWARDS:
+                drawn.reverse()
+            scenes = tuple(
+                Scene(one, motion.background or self.world.backgrounds[0]) for one in drawn
+            )
+            # a large group has no room to move, and the smallest object none to grow
+            if verdict([truth(s) for s in scenes], motion)["strict"]:
+                return scenes
 
 
-def train_prompts() -> list[Prompt]:
-    """Motions that RL trains on, disjoint in object and verb from `eval_prompts`."""
-    return shared_out([p for p in all_prompts() if not held_out(p)], 256, SHARES)
-
-
-def eval_prompts() -> list[Prompt]:
-    """Held-out motions."""
-    return shared_out([p for p in all_prompts() if held_out(p)], 64, SHARES)
-
-
-def frames(prompt: str, seed: int, number: int = 9) -> tuple[StickerScene, ...]:
-    """Draw the scenes of a video that a motion describes, a function of prompt, seed and number of
-    frames. What moves goes from one edge to the other. Fewer than FEWEST frames, or a sentence that
-    is no motion of this world -> ValueError."""
-    motion = read(prompt, WORLD, Motion)
-    if number < FEWEST:
-        raise ValueError(f'"{prompt}" takes at least {FEWEST} frames, not {number}')
-    generator = keyed(seed, prompt)
-    start = float(torch.rand((), generator=generator))  # when objects appear
-    times = torch.linspace(0, 1, number).tolist()
-    while True:
-        own = place([motion.thing.noun] * motion.thing.count, generator)
-        drawn = [_at(own, motion.verb, time, start) for time in times]
-        if motion.verb in BACKWARDS:
-            drawn.reverse()
-        scenes = tuple(StickerScene(one, motion.background or PLAIN) for one in drawn)
-        # a group that fills the picture has no room to move, and the smallest object none to grow
-        if verdict([truth(s) for s in scenes], motion)["strict"]:
-            return scenes
-
-
-def _at(own: tuple[Sticker, ...], verb: str, time: float, start: float) -> tuple[Sticker, ...]:
+def _at(
+    own: tuple[Placed, ...], verb: str, time: float, start: float, least: int
+) -> tuple[Placed, ...]:
     """The objects at a time in [0, 1] of a motion to the right or down, or that grow or appear."""
     if "appears" in verb:
         return own if time > start else ()
     if not verb.startswith("moves"):
-        sizes = [round(SIZES[0] + time * (o.size - SIZES[0])) for o in own]
+        sizes = [round(least + time * (o.size - least)) for o in own]
         each = [(o, *o.corner, size) for o, size in zip(own, sizes, strict=True)]
         return tuple(replace(o, x=x + s / 2, y=y + s / 2, size=s) for o, x, y, s in each)
     axis = "x" if verb.endswith(("left", "right")) else "y"

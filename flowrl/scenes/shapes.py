@@ -1,0 +1,58 @@
+"""Edits and motions of coloured shapes on white, "replace the red circle with a blue square" or
+"two red circles move left", as those of flowrl.scenes are for other worlds."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flowrl.scenes.edits import Edits
+from flowrl.scenes.grammar import MOTIONS as VERBS
+from flowrl.scenes.grammar import Language
+from flowrl.scenes.motions import Motions
+from flowrl.scenes.world import FoundObject, FoundScene, Scene, SmallWorld
+from flowrl.shapes import scenes, verify
+
+INK = 0.25  # a pixel of which a channel is so far from white belongs to something
+HALO = 2  # px around an object that may be inked, too
+
+
+def render(scene: Scene) -> Tensor:
+    """Draw a scene -> (3, 64, 64) fp32 in [0, 1]."""
+    drawn = ((*o.name.split(), o) for o in scene.objects)
+    return scenes.render(
+        [scenes.Object(shape, color, o.x, o.y, o.size / 2) for color, shape, o in drawn]
+    )
+
+
+def detect(images: Tensor) -> list[FoundScene]:
+    """Read each of (B, 3, H, W) images in [0, 1]. What is inked and lies in no object, like a pale
+    shape or a background, makes the background unknown."""
+    images = verify.to_world(images)
+    inked, out = (1 - images).amax(1) >= INK, []
+    for shapes, ink in zip(verify.detect(images), inked, strict=True):
+        for o in shapes:
+            x, y = (int(v - HALO) for v in (o.x - o.width / 2, o.y - o.height / 2))
+            right, low = (int(v + 2 * HALO) for v in (x + o.width, y + o.height))
+            ink[max(0, y) : low, max(0, x) : right] = False
+        found = (
+            FoundObject(o.shape and f"{o.color} {o.shape}", o.x, o.y, max(o.width, o.height))
+            for o in shapes
+        )
+        white = int(ink.sum()) < verify.SPECK
+        out.append(FoundScene(tuple(found), "white" if white else None))
+    return out
+
+
+SHAPES = SmallWorld(
+    language=Language(
+        name="shapes",
+        nouns=tuple(f"{color} {shape}" for shape in scenes.SHAPES for color in scenes.COLORS),
+        motions=VERBS,
+        edits=True,
+    ),
+    sizes=range(13, 21),
+    backgrounds=("white",),
+    render=render,
+    detect=detect,
+)
+EDITS, MOTIONS = Edits(SHAPES), Motions(SHAPES)

@@ -1,0 +1,14 @@
+"""Does a video of the shapes world show the motion that its prompt asks for?"""
+
+from __future__ import annotations
+
+from flowrl.rewards.core.verified import VerifiedMotion
+from flowrl.scenes.shapes import MOTIONS
+
+
+class ShapesMotion(VerifiedMotion):
+    name = "shapes_motion"
+    motions, language = MOTIONS, MOTIONS.world.language
+
+
+REWARD = ShapesMotion
