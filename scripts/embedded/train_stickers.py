@@ -472,7 +472,12 @@ def export_stable(
     write(args, pipe, script, vae_steps=vae_steps, steps=steps)
 
 
-def write(args: argparse.Namespace, pipe: DiffusionPipeline, script: str, **steps: int) -> None:
+NOTO = "rendered by flowrl.scenes.stickers from Noto Emoji's pictures; no other data"
+
+
+def write(
+    args: argparse.Namespace, pipe: DiffusionPipeline, script: str, data: str = NOTO, **steps: int
+) -> None:
     """Write a pipeline whose weights are fp16 to --out, with provenance beside it."""
     pipe.save_pretrained(args.out)
     sizes = {
@@ -483,7 +488,7 @@ def write(args: argparse.Namespace, pipe: DiffusionPipeline, script: str, **step
     provenance = {
         "made_by": f"scripts/embedded/{Path(script).name}",
         "license": "Apache-2.0",
-        "data": "rendered by flowrl.scenes.stickers from Noto Emoji's pictures; no other data",
+        "data": data,
         **steps,
         "settings": {k: v for k, v in vars(args).items() if k not in OF_A_MACHINE},
         "parameters": sizes,

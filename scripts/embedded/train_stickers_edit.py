@@ -21,6 +21,7 @@ from diffusers import StableDiffusionInstructPix2PixPipeline
 from torch import Tensor
 from train_shapes import resume
 from train_stickers import (
+    WIDTH,
     Batches,
     Denoiser,
     Reading,
@@ -37,34 +38,32 @@ from train_stickers import (
 )
 
 from flowrl.scenes import grammar
-from flowrl.scenes.edits import SHARES
+from flowrl.scenes.edits import SHARES, Edits
 from flowrl.scenes.stickers.prompts import WORLD
 from flowrl.scenes.stickers.world import EDITS
 
 CHANNELS = 32  # 16 of noisy latents and 16 of the source's
 
 
-def edit_words(text: str) -> tuple[object, ...]:
+def edit_reading(language: grammar.Language = WORLD, width: int = WIDTH) -> Reading:
     """What an instruction does, to which object, and what comes of it."""
-    said = grammar.read(text, WORLD, grammar.Edit)
-    return said.action, said.noun, said.to
+    nouns = (None, *language.nouns)
+    results = (*nouns, *language.backgrounds, *grammar.DIRECTIONS)
+
+    def words(text: str) -> tuple[object, ...]:
+        said = grammar.read(text, language, grammar.Edit)
+        return said.action, said.noun, said.to
+
+    return Reading((tuple(SHARES), nouns, results), words, width)
 
 
-def edit_reading() -> Reading:
-    nouns = (None, *WORLD.nouns)
-    results = (*nouns, *WORLD.backgrounds, *grammar.DIRECTIONS)
-    return Reading((tuple(SHARES), nouns, results), edit_words)
-
-
-def instructions(count: int, seed: int) -> list[str]:
+def instructions(count: int, seed: int, edits: Edits = EDITS) -> list[str]:
     """Drawn instructions, the actions in the proportions of SHARES."""
     g = torch.Generator().manual_seed(seed + 2)
-    known = grammar.sentences(WORLD).items()
-    by_action = {
-        action: [text for text, e in known if isinstance(e, grammar.Edit) and e.action == action]
-        for action in SHARES
-    }
-    shares = torch.tensor([*SHARES.values()])
+    by_action: dict[str, list[str]] = {}
+    for row in edits.all_prompts():
+        by_action.setdefault(row["task"], []).append(row["prompt"])
+    shares = torch.tensor([SHARES[action] for action in by_action])
     actions = torch.multinomial(shares, count, True, generator=g).tolist()
     lists = [by_action[list(by_action)[action]] for action in actions]
     places = torch.rand(count, generator=g).tolist()
@@ -72,18 +71,19 @@ def instructions(count: int, seed: int) -> list[str]:
 
 
 @torch.no_grad()
-def edit_latents(args: argparse.Namespace) -> dict[str, Any]:
-    """Latents "source" and "target" (N, 16, 8, 8) fp16 of drawn edits in sd's unit, their
-    instructions "text", and "scale", that unit; cached."""
+def edit_latents(
+    args: argparse.Namespace, edits: Edits, encoder_of: Any, scale: float
+) -> dict[str, Any]:
+    """Latents "source" and "target" (N, ...) fp16 of drawn edits in sd's unit, their instructions
+    "text", and "scale", that unit; cached. encoder_of(args) encodes scenes."""
     path = args.work / f"edit-latents-{args.pairs}.pt"
     if not path.exists():
-        text, encode = instructions(args.pairs, args.seed), encoder(args)
+        text, encode = instructions(args.pairs, args.seed, edits), encoder_of(args)
 
         def both(rows: Any) -> Tensor:
-            before, after = zip(*(EDITS.pair(text[row], row) for row in rows), strict=True)
+            before, after = zip(*(edits.pair(text[row], row) for row in rows), strict=True)
             return torch.stack([encode(before), encode(after)], 1)
 
-        scale = latents(args)["scale"]
         every = (encoded(path.with_suffix(".part"), len(text), both) * scale).half()
         pairs = {"source": every[:, 0].clone(), "target": every[:, 1].clone()}
         torch.save(pairs | {"text": text, "scale": scale}, path)
@@ -109,14 +109,15 @@ class EditBatches(Batches):
 
 
 def widened(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of sd for a UNet of CHANNELS channels, which does not see the further ones yet."""
+    """Weights of sd for a UNet of twice its channels, which does not see the further ones yet."""
     weight = state["unet.conv_in.weight"]
-    further = weight.new_zeros(weight.shape[0], CHANNELS - weight.shape[1], *weight.shape[2:])
+    further = torch.zeros_like(weight)
     return state | {"unet.conv_in.weight": torch.cat([weight, further], 1)}
 
 
 def train_edit(args: argparse.Namespace) -> None:
-    tok, data = tokenizer(), edit_latents(args)
+    tok, scale = tokenizer(), latents(args)["scale"]
+    data = edit_latents(args, EDITS, encoder, scale)
     torch.manual_seed(args.seed)
     plain, model = Denoiser(tok), Denoiser(tok, CHANNELS)
     if resume(args.work / "sd.pt", ema=plain):
