@@ -275,6 +275,7 @@ def test_the_wheel_carries_every_module_config_template_and_weight(tmp_path):
     expected |= {
         p.relative_to(ROOT).as_posix()
         for pattern in (
+            "shapes/sd/**/*",
             "shapes/weights/**/*",
             "scenes/stickers/*.png",
             "scenes/stickers/NOTICE",
