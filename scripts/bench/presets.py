@@ -29,7 +29,8 @@ from flowrl.training.budget.fit import CARDS
 from flowrl.training.budget.planner import Planner
 from flowrl.training.budget.whole_run import hours
 
-MODELS = [name for name in options("experiment") if name != "quickstart"]  # those with a recipe
+# those with a recipe
+MODELS = [name for name in options("experiment") if not name.startswith("quickstart")]
 HEAD = "| model | preset | stays | peak | card needs | seconds an image |"
 # GB of a card -> devices whose hours the table of recipes has, the slower one first
 DEVICES = {24: ("rtx3090", "rtx4090"), 40: ("l40s", "a100-40gb"), 80: ("a100", "h100")}
