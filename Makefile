@@ -2,8 +2,8 @@
 # make install      .venv with flowrl and what its tests need; the other targets do so first. docs/install.md
 #                   says its size, what a machine without a GPU can leave out, and how to do without make
 # make quickstart   install, align the embedded model, show before and after
-# make test         install, run the test suite but for its long tests
-# make long         the long tests: siblings of tests that make test runs; by hand, and before a release
+# make test         install, run the tests but the long ones: some minutes
+# make long         the long tests, those of tests/long.txt and those marked so: most of an hour
 # make browser      the pages in Debian's Chromium: apt-get install chromium chromium-driver
 # make real         the named models and rewards at their real sizes, on a CPU; 20 GB and hours
 # make check        lint, types, spelling, budgets
@@ -18,7 +18,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS := .venv/.docs
 TOOLS := .venv-tools/bin
-PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PYTEST_MORE ?=
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(PYTEST_MORE)
 LOWEST := .venv-lowest
 # Not those that compare digits, which newer libraries made.
 LOWEST_TESTS ?= tests/cli tests/config tests/data tests/policy tests/samplers
