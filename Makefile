@@ -3,7 +3,7 @@
 #                   says its size, what a machine without a GPU can leave out, and how to do without make
 # make quickstart   install, align the embedded model, show before and after
 # make test         install, run the tests but the long ones: some minutes
-# make long         the long tests, those of tests/long.txt and those marked so: most of an hour
+# make long         the long tests, an hour; MARK=listed: those of tests/long.txt alone, as CI does
 # make browser      the pages in Debian's Chromium: apt-get install chromium chromium-driver
 # make real         the named models and rewards at their real sizes, on a CPU; 20 GB and hours
 # make check        lint, types, spelling, budgets
@@ -19,6 +19,7 @@ STAMP := .venv/.installed
 DOCS := .venv/.docs
 TOOLS := .venv-tools/bin
 PYTEST_MORE ?=
+MARK ?= long
 PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(PYTEST_MORE)
 LOWEST := .venv-lowest
 # Not those that compare digits, which newer libraries made.
@@ -46,7 +47,7 @@ test: $(STAMP)
 	HF_HUB_OFFLINE=1 $(PYTEST) -m "not long and not browser"
 
 long: $(STAMP)
-	HF_HUB_OFFLINE=1 $(PYTEST) -m long
+	HF_HUB_OFFLINE=1 $(PYTEST) -m $(MARK)
 
 browser: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 0 -m browser tests/browser

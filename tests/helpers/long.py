@@ -13,6 +13,7 @@ def mark_listed(items):
     for item in items:
         if item.nodeid in LISTED:
             item.add_marker("long")
+            item.add_marker("listed")
 
 
 def but(names, long):

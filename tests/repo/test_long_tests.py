@@ -51,4 +51,4 @@ def test_a_listed_test_is_marked(monkeypatch):
     items = [Item("tests/x.py::test_y[z]"), Item("tests/x.py::test_y[w]")]
     monkeypatch.setattr(long, "LISTED", frozenset({items[0].nodeid}))
     long.mark_listed(items)
-    assert [item.marks for item in items] == [("long",), ()]
+    assert [item.marks for item in items] == [("long", "listed"), ()]
