@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +50,23 @@ def fp64(like: Tensor, *values: Tensor | float) -> list[Tensor]:
     return [expand(torch.as_tensor(v).to(**to), like) for v in values]
 
 
+Reduction = Literal["mean", "sum", "none"]
+
+
+class SamplingStep(Protocol):
+    """The distribution p(y | x) of one sampling step, of latents (Transition) or of tokens
+    (samplers/common/unmasking.py); losses ask nothing else of it."""
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Take the step (B, *L) by the noise of a policy."""
+
+    def log_prob(self, y: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+        """Log-probability of y: over the size of a state -> (B,), or for each place alone."""
+
+    def kl(self, other: Self, *, reduction: Reduction = "mean") -> Tensor:
+        """KL(self || other) of two steps from one state, reduced alike."""
+
+
 NO_DENSITY = "log_prob of a deterministic transition (std = 0); only SDE steps have a density"
 
 
@@ -65,11 +82,12 @@ class Transition:
         return self.mean + self.std * noise
 
     def log_prob(
-        self, y: Tensor, *, reduction: Literal["mean", "sum"] = "mean", mask: Tensor | None = None
+        self, y: Tensor, *, reduction: Reduction = "mean", mask: Tensor | None = None
     ) -> Tensor:
         """Log-density of y (B, *L), detached, over latent dims where mask is true -> (B,).
 
-        "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std
+        "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D));
+        "none" gives that of each dim, (B, *L), and 0 where mask is false. std
         == 0 where mask is true -> ValueError on the CPU; on other devices the check would make the
         host wait, so the density is infinite there. Dims where mask is false enter neither value
         nor gradient, even if they are NaN; a row without any dim has log-density 0.
@@ -83,11 +101,25 @@ class Transition:
         lp = -0.5 * (gap / std).square() - torch.log(std) - 0.5 * math.log(2 * math.pi)
         if std.device.type != "cpu":
             lp = torch.where(std > 0, lp, torch.inf)
+        if reduction == "none":
+            return lp if mask is None else torch.where(mask, lp, 0.0)
         if mask is None:
             flat = lp.flatten(1)
             return flat.mean(1) if reduction == "mean" else flat.sum(1)
         total = torch.where(mask, lp, 0.0).flatten(1).sum(1)
         return total / mask.flatten(1).sum(1).clamp(min=1) if reduction == "mean" else total
+
+    def kl(self, other: Transition, *, reduction: Reduction = "mean") -> Tensor:
+        """KL(self || other) of two Gaussians: a mean or sum over latent dims (B,), or of each."""
+        gap = (self.mean - other.mean) / other.std / 2**0.5
+        # the part that different standard deviations add is exactly 0 where they are equal
+        log_ratio = self.std.log() - other.std.log()
+        spread = 0.5 * (2 * log_ratio).expm1() - log_ratio
+        if reduction == "none":
+            return gap.square() + spread
+        kl = gap.square().flatten(1).mean(1)
+        kl = kl + (spread.flatten(1).mean(1) if spread.ndim > 1 else spread)
+        return kl if reduction == "mean" else kl * gap[0].numel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +149,8 @@ class Plan:
     sigma_cap: float | None = None  # stands in for a first sigma of 1 in Flow-SDE
     # BranchGRPO's s, for correlated siblings; None: siblings are independent
     correlation: float | None = None
+    # log-probs of steps: one a step, or one for each place of a grid of tokens
+    reduction: Literal["mean", "none"] = "mean"
 
     @cached_property
     def edges(self) -> int:
@@ -166,7 +200,8 @@ class PromptBatch:
 class Rollout:
     """Denoising trajectories as a forest: states are stored once, transitions are pairs of rows."""
 
-    states: Tensor  # (M, *L) fp32, flow coordinates; read through `at`
+    # (M, *L) fp32 flow coordinates, or int32 tokens; read through `at`
+    states: Tensor
     prompt: Tensor  # (M,) int64, row of cond that each state belongs to
     state_sigma: Tensor  # (M,) fp64, sigma of each state
     src: Tensor  # (N,) int64, row of states where the transition starts
@@ -177,7 +212,8 @@ class Rollout:
     sigma_next: Tensor  # (N,) fp64, sigma at dst
     eta: Tensor  # (N,) fp64, noise level
     noise_key: Tensor  # (N,) int64, key of the noise that was drawn
-    # (N,) fp32 log-density under the behaviour policy; None: nothing stochastic was stored
+    # (N,) fp32 log-density under the behaviour policy, or (N, places) with plan.reduction="none";
+    # None: nothing stochastic was stored
     log_prob: Tensor | None
     trained: Tensor  # (N,) bool, the loss trains this transition
     leaf: Tensor  # (B,) int64, row of states that holds the final state

@@ -77,6 +77,15 @@ def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "c
     return out
 
 
+def uniforms(keys: Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Rows of uniform numbers in [0, 1), as `gaussian` makes normal ones: (n, *shape) fp32."""
+    generator = torch.Generator(device)
+    out = torch.empty(len(keys), *shape, device=device)
+    for row, seed in zip(out, keys.tolist(), strict=True):
+        torch.rand(tuple(shape), generator=generator.manual_seed(seed), device=device, out=row)
+    return out
+
+
 def uniform(keys: Tensor | int) -> Tensor:
     """Uniform on [0, 1): keys int64 -> fp64, same shape, from 53 bits of a further hash."""
     keys = torch.as_tensor(keys)

@@ -1,11 +1,11 @@
 """Constructors of Plan: which edges one copy of a prompt walks, which are SDE, which are trained.
 
-full, ode, window: one path. branch, tree, fan, granular, dense: several leaves share prefixes.
-compress: a coarser ODE tail (MixGRPO-Flash). The last edge of every plan is deterministic: there
-std -> 0 and a log-prob overflows; only noise that a policy learned does not vanish there
-(full(last=True)). All take sigmas (T+1,) descending; step i goes from sigmas[i] to sigmas[i+1].
-eta = 0 gives an all-ODE plan. `init` says which roots share x_T: "sample" none, "group" those of
-one prompt, "batch" all.
+full, ode, window, unmask: one path. branch, tree, fan, granular, dense: several leaves share
+prefixes. compress: a coarser ODE tail (MixGRPO-Flash). The last edge of every plan of flows is
+deterministic: there std -> 0 and a log-prob overflows; only noise that a policy learned does not
+vanish there (full(last=True)). All take sigmas (T+1,) descending; step i goes from sigmas[i] to
+sigmas[i+1]. eta = 0 gives an all-ODE plan. `init` says which roots share x_T: "sample" none,
+"group" those of one prompt, "batch" all.
 """
 
 from __future__ import annotations
@@ -142,6 +142,32 @@ def neighbours(sigmas: Tensor, *, spread: float) -> Plan:
     edges.chain(-1, range(edges.steps))
     plan = edges.build(solver="euler", spread=spread)
     return dataclasses.replace(plan, trained=torch.ones(edges.steps, dtype=torch.bool))
+
+
+def unmask(
+    sigmas: Tensor,
+    *,
+    eta: float = 1.0,
+    sde: str = "random_order",
+    init: Init = "sample",
+    reduction: Literal["mean", "none"] = "mean",
+) -> Plan:
+    """Masked generators: every step draws tokens, the last too, and all are trained. NFE T.
+
+    sigmas: shares of masked tokens, see `sigmas.unmasking`. eta: temperature of the tokens
+    (random_order), or of the first step's choice by confidence, from which it falls evenly to 0 at
+    the last one, as in aMUSEd (confidence). reduction: "none" keeps a log-prob for each token.
+    """
+    edges = PlanBuilder(sigmas, eta, sde, init)
+    edges.chain(-1, range(edges.steps))
+    plan = edges.build(reduction=reduction)
+    level = torch.full_like(plan.eta, eta)
+    if sde == "confidence":
+        level = torch.linspace(eta, 0, edges.steps, dtype=torch.float64)
+    elif eta <= 0:
+        raise ValueError(f"eta={eta} is the temperature of tokens, and must be above 0; 1 is usual")
+    every = torch.ones(edges.steps, dtype=torch.bool)
+    return dataclasses.replace(plan, kind=every * SDE, eta=level, trained=every)
 
 
 def window(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from flowrl.runtime import registry
 from flowrl.samplers import (
+    confidence,
     cps,
     dance_precise,
     dance_sde,
@@ -30,8 +31,9 @@ from flowrl.samplers import (
     langevin,
     learned,
     precise,
+    random_order,
 )
-from flowrl.types import Plan, Transition
+from flowrl.types import Plan, Reduction, SamplingStep, Transition
 
 SDES: dict[str, ModuleType] = {
     "flow_sde": flow_sde,
@@ -42,7 +44,10 @@ SDES: dict[str, ModuleType] = {
     "cps": cps,
     "ddim": ddim,
     "learned": learned,
+    "random_order": random_order,
+    "confidence": confidence,
 }
+UNMASKING = ("random_order", "confidence")  # steps of masked generators, which reveal tokens
 GROUP = "flowrl.samplers"
 
 
@@ -50,9 +55,9 @@ GROUP = "flowrl.samplers"
 class Sde:
     """A stochastic step: its function, and the arguments that this takes."""
 
-    transition: Callable[..., Transition]  # (v, x, sigma, sigma_next, *, eta) -> Transition
+    transition: Callable[..., SamplingStep]  # (v, x, sigma, sigma_next, *, eta) -> Transition
     # (step, y) -> (n,) log-density; None: the Gaussian's own
-    log_prob: Callable[[Transition, Tensor], Tensor] | None
+    log_prob: Callable[[Any, Tensor], Tensor] | None
     capped: bool  # it takes sigma_cap
     learned: bool  # it takes std, which a policy learns
 
@@ -81,7 +86,7 @@ def find(name: str) -> Sde:
     return own
 
 
-def _sde(found: Any, transition: Callable[..., Transition]) -> Sde:
+def _sde(found: Any, transition: Callable[..., SamplingStep]) -> Sde:
     try:
         taken = set(inspect.signature(transition).parameters)
     except (TypeError, ValueError):  # not a function: `_try_out` refuses it with a sentence
@@ -122,9 +127,10 @@ def transition(
     sigma_next: Tensor,
     eta: Tensor,
     std: Tensor | None = None,
-) -> Transition:
-    """Transition of SDE edges of `plan`: v, x (n, *L); sigma, sigma_next, eta (n,); std (n, ...)
-    for steps that learn theirs."""
+) -> Any:
+    """SDE edges of `plan` -> their Transition, or the Unmasking of tokens: v, x (n, *L), or logits
+    (n, *L, V) and tokens (n, *L); sigma, sigma_next, eta (n,); std (n, ...) for steps that learn
+    theirs."""
     own = find(plan.sde)
     extra: dict[str, Any] = {"sigma_cap": plan.sigma_cap} if own.capped else {}
     if own.learned:
@@ -133,7 +139,12 @@ def transition(
     return own.transition(v, x, sigma, sigma_next, eta=eta, **extra)
 
 
-def log_prob(plan: Plan, step: Transition, y: Tensor) -> Tensor:
-    """Log-density (mean over latent dims) of y (n, *L) -> (n,); Flow-CPS has its own surrogate."""
+def log_prob(
+    plan: Plan, step: SamplingStep, y: Tensor, *, reduction: Reduction | None = None
+) -> Tensor:
+    """Log-density of y (n, *L) -> (n,), a mean over latent dims, or (n, places) with plan.reduction
+    or `reduction` "none"; Flow-CPS has its own surrogate."""
     own = find(plan.sde).log_prob
-    return step.log_prob(y) if own is None else own(step, y)
+    if own is not None:
+        return own(step, y)
+    return step.log_prob(y, reduction=reduction or plan.reduction)

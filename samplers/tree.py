@@ -43,7 +43,9 @@ def grow(
     """Sample R copies of `plan` -> Rollout, whose cond and guidance the caller fills in.
 
     velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) ->
-    (n, *L) fp32 of `shape`; init(noise, rows=(n,)) -> x_T, default the identity.
+    (n, *L) fp32 of `shape`; init(noise, rows=(n,)) -> x_T, default the identity. In plans of masked
+    generators x is tokens of any type, velocity gives logits (n, *L, V), noise (n, 2, *L) uniform
+    numbers, and init the masked grids.
     rows (R,): conditioning row of each copy.
     prompt_keys (R,): key of each copy's prompt, equal for copies of one prompt; default: from rows.
     copies (R,): number of the copy within its prompt; default: c-th occurrence of its row. Give it
@@ -75,7 +77,8 @@ def grow(
 
 
 def evaluate(velocity: Velocity, level: Level, micro: int | None) -> Tensor:
-    """Compute v (n, *L) of all nodes of a level, at most `micro` in a call."""
+    """Compute v (n, *L), or logits (n, *L, V), of all nodes of a level, at most `micro` in a
+    call."""
     n = len(level.row)
     chunks = [slice(i, i + (micro or n)) for i in range(0, n, micro or n)]
     return torch.cat([velocity(level.x[c], level.sigma[c], level.row[c]).float() for c in chunks])
@@ -91,11 +94,11 @@ class Forest:
         """Draw the distinct x_T -> (level, row of it for each root (R, roots))."""
         plan, names = self.plan, self.names
         first, place = distinct(names.root.flatten())
-        x = self.noise(names.noise_root.flatten()[first]).float()
+        x = self.noise(names.noise_root.flatten()[first])
         if (r := plan.spread) is not None:
-            shared = self.noise(names.noise_shared.flatten()[first]).float()
+            shared = self.noise(names.noise_shared.flatten()[first])
             x = math.sqrt(1 - r * r) * shared + r * x
-        x = x if init is None else init(x, rows=rows[first // plan.roots]).float()
+        x = x if init is None else init(x, rows=rows[first // plan.roots])
         top = plan.parent < 0
         at_root = torch.zeros(plan.roots, dtype=torch.float64)
         sigma = at_root.index_put((plan.root[top],), plan.sigma[top])[first % plan.roots]
@@ -129,11 +132,11 @@ class Forest:
     def walk(self, before: Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
         """Walk edges of both kinds from `before` -> (states at their ends, log-prob or NaN)."""
         straight = self.plan.kind[edge] == ODE
+        if not bool(straight.any()):
+            return self.noisy(before, v, copy, edge)
         log_prob = v.new_full((len(edge),), torch.nan)
         if bool(straight.all()):
             return self.straight(before, v, edge), log_prob
-        if not bool(straight.any()):
-            return self.noisy(before, v, copy, edge)
         y = torch.empty_like(before.x)
         some, others = torch.nonzero(straight).flatten(), torch.nonzero(~straight).flatten()
         a, b = (t.to(v.device, non_blocking=True) for t in (some, others))

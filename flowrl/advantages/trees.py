@@ -245,7 +245,7 @@ def backed_up(
     value, known = softmax_mean(leaf, even, last.clamp(min=0), ok & (last >= 0), size)
     if rollout.log_prob is None:
         return value, known
-    logits, depth = rollout.log_prob.double() / temperature, depths(rollout)
+    logits, depth = of_steps(rollout.log_prob) / temperature, depths(rollout)
     for d in sorted(set(depth.tolist()), reverse=True):
         rows = torch.nonzero((depth == d) & (rollout.parent >= 0)).flatten()
         parent = rollout.parent[rows]
@@ -284,7 +284,7 @@ def leaves_below(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
 
     The log-prob is fp64, and 0 where the rollout has none.
     """
-    log_prob = None if rollout.log_prob is None else rollout.log_prob.double()
+    log_prob = None if rollout.log_prob is None else of_steps(rollout.log_prob)
     at = rollout.leaf_edge
     leaf = torch.arange(len(at), device=at.device)
     path = torch.zeros(len(at), dtype=torch.float64, device=at.device)
@@ -295,6 +295,11 @@ def leaves_below(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
         path = path if log_prob is None else path + log_prob[at]
         at = rollout.parent[at]
     return torch.cat(leaves), torch.cat(transitions), torch.cat(paths)
+
+
+def of_steps(log_prob: Tensor) -> Tensor:
+    """Log-probs of steps (N,) fp64, of these or of the tokens of each, (N, places)."""
+    return log_prob.double() if log_prob.ndim == 1 else log_prob.double().sum(1)
 
 
 def of_transitions(rollout: Rollout, of_leaf: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from flowrl.algorithms.common import base, transitions
 from flowrl.algorithms.common.step_weight import pulls, step_weight
 from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig, is_learned
 from flowrl.runtime.rule import Rule, read_with
+from flowrl.samplers import sde
 from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
 
 
@@ -47,11 +48,12 @@ class Trust(base.Options):
 
 
 class GRPOConfig(TransitionConfig):
-    ratio: Literal["ppo", "log", "guard", "sequence"] = Field(
+    ratio: Literal["ppo", "log", "guard", "sequence", "token"] = Field(
         "ppo",
         description=(
             "How old and new policy are compared: the ratio of each step; its logarithm; RatioNorm"
-            " (GRPO-Guard); one ratio per sample from the mean log-ratio of its steps (GSPO)."
+            " (GRPO-Guard); one ratio per sample from the mean log-ratio of its steps (GSPO); one"
+            " for each token that a step reveals (token, of masked generators)."
         ),
     )
     clip: tuple[PositiveFloat, PositiveFloat] = Field(
@@ -96,6 +98,32 @@ class GRPOConfig(TransitionConfig):
             kind="warn",
         ),
     )
+
+    @property
+    def by_place(self) -> bool:
+        return self.ratio == "token"
+
+    @model_validator(mode="after")
+    def check_tokens(self) -> GRPOConfig:
+        if self.sde not in sde.UNMASKING:
+            if self.ratio == "token":
+                raise ValueError(
+                    f"algorithm.ratio=token compares tokens of masked generators, and"
+                    f" sde={self.sde} is a step of flows; use ratio=ppo"
+                )
+            return self
+        gaussian = {
+            "ratio=guard": self.ratio == "guard",
+            f"step_weight={self.step_weight}": self.step_weight not in ("none", "inverse_step"),
+            f"trust.threshold={self.trust.threshold}": self.trust.threshold is not None,
+        }
+        for option, chosen in gaussian.items():
+            if chosen:
+                raise ValueError(
+                    f"algorithm.{option} reads the Gaussian noise of a step, and sde={self.sde}"
+                    " draws tokens; leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def check_ratio(self) -> GRPOConfig:
@@ -187,7 +215,8 @@ class GRPO(transitions.TransitionMethod):
         A row is a denoising step, n of them. scores, (n,) each: log_prob of the stored step under
         the policy; normed with ratio=guard; moved with a trust region; kl with a weight. batch,
         (n,) each: log_prob under the policy that sampled, and its normed or moved, 0 but for
-        rounding; adv; weight; unit, the sample of a row, with ratio=sequence.
+        rounding; adv; weight; unit, the sample of a row, with ratio=sequence. With ratio=token
+        these are (n, places), adv (n, 1), and weight is 1 at the tokens that a step reveals.
         """
         c, (low, high) = self.config, self.config.clip
 

@@ -265,6 +265,21 @@ def _distilled(source: str, needs: frozenset[str], policy: Any, dataset: Any) ->
     )
 
 
+def _unmasked(trains: bool, model: bool, name: str) -> str:
+    """trains: whether the method trains tokens; model: whether the policy has tokens."""
+    if trains == model:
+        return ""
+    if model:
+        return (
+            f"algorithm={name} trains the velocities of flows, and the model is a masked generator,"
+            " which has tokens; use algorithm.name=grpo with algorithm.sde=random_order"
+        )
+    return (
+        f"algorithm={name} trains the tokens of masked generators, and the model is a flow; use"
+        " another method, as algorithm=flow_grpo or nft, or load_policy(..., kind='tokens')"
+    )
+
+
 def _few_images(images: int, held_out: Sequence[Mapping[str, Any]], field: str) -> str:
     """field: column of the prompts' domains."""
     left = {str(row[field]) for row in held_out[images:] if field in row}
@@ -482,6 +497,7 @@ RULES = (
     Rule(("prompts", "held_out"), _shared, kind="warn"),
     Rule(("eval.images", "held_out", "data.domain"), _few_images, kind="warn"),
     # rules on the policy and the plan
+    Rule(("method.unmasks", "policy.unmasks", "algorithm.label"), _unmasked),
     Rule(("model.source", "method.needs", "policy", "dataset"), _distilled, kind="warn"),
     Rule(
         ("replay.size", "batch.prompts", "batch.group", "policy.latent_shape"),

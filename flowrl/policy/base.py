@@ -20,6 +20,7 @@ from flowrl.policy.weights.compiled import Compiled, compile_blocks
 from flowrl.policy.weights.offload import Turns
 from flowrl.policy.weights.parts import TrainedParts
 from flowrl.policy.weights.quantised import computing_type
+from flowrl.samplers import keys
 from flowrl.types import Transition, brief
 
 
@@ -30,6 +31,10 @@ class Policy:
     are trained, by component name; None: `modules`. turns: decides which weights leave the device
     for a while; None: all stay.
     """
+
+    state_dtype = torch.float32  # type of x, a state on the way from noise to data
+    # whether states are grids of tokens, see flowrl/policy/tokens.py; `velocity` then gives logits
+    unmasks = False
 
     def __init__(
         self,
@@ -148,7 +153,7 @@ class Policy:
         if s.ndim or s.device.type != "cpu":
             s = s.to(x.device, non_blocking=True).expand(n)
         request = Request(
-            x=x.float(),
+            x=x.to(self.state_dtype),
             sigma=s,
             cond=cond,
             rows=self._rows.on(x.device, rows),
@@ -165,6 +170,11 @@ class Policy:
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         """Return v (n, *L) fp32, and the network rows that it took."""
         raise NotImplementedError
+
+    def noise(self, names: Tensor) -> Tensor:
+        """Draw the noise of samples and steps by its keys: (n,) int64 -> (n, *L) fp32, standard
+        normal."""
+        return keys.gaussian(names, self.latent_shape, self.device)
 
     def init(
         self,

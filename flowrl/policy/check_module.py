@@ -50,11 +50,12 @@ def self_check(policy: Moduled, prompts: Sequence[str] | None = None) -> ModuleC
     """
     name = type(policy.modules["module"]).__name__
     cond = policy.encode(list(prompts or PROMPTS)[:2])
-    x, rows, sigmas = _inputs(policy, len(cond))
+    rows, sigmas = torch.arange(ROWS) % len(cond), torch.linspace(1, 0, STEPS + 1).double()[:-1]
     # a module in training mode updates its statistics in every forward
     kept = copy.deepcopy(dict(policy.modules["module"].named_buffers()))
     try:
         with torch.no_grad():
+            x = policy.trial_states(ROWS, cond)
             errors, wrong = _compared(policy, x, sigmas, cond, rows)
         notes = _gradients(policy, name, x, sigmas, cond, rows)
     finally:
@@ -73,13 +74,6 @@ def self_check(policy: Moduled, prompts: Sequence[str] | None = None) -> ModuleC
         notes=notes,
     )
     return _judged(result)
-
-
-def _inputs(policy: Moduled, prompts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x (n, *L), rows (n,) and a sigma for each row, from a run's first to its last."""
-    x = torch.randn(ROWS, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
-    rows = torch.arange(ROWS) % prompts
-    return x.to(policy.device), rows, policy.schedule(STEPS).sigmas[:-1]
 
 
 def _compared(

@@ -24,6 +24,7 @@ from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.record import Encoding, denoisers_of
 from flowrl.policy.text import text_encoders
+from flowrl.policy.tokens import TokenPolicy
 from flowrl.policy.weights.parts import adapter_of
 from flowrl.policy.weights.quantised import check_kind, kind_of, quantise
 from flowrl.policy.weights.waiting import Waiting
@@ -36,6 +37,7 @@ from flowrl.runtime.typed_text import takes_text
 
 PARTS = ("denoiser", "text_encoder")
 DESCRIBED = "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
+TOKENS, OF_TOKENS = "tokens", ("mask", "empty")  # kind of a masked generator, and its arguments
 # name of the setting `encoding` in errors
 ENCODING = "encoding (model.encoders, model.prompt_cache)"
 
@@ -68,27 +70,27 @@ def load_policy(
     fp32; the Path of a LoRA, one that holds it on the layers that it changes; None trains all their
     weights. dtype: type of the networks (default: fp32; a live pipeline keeps its own). quantize:
     frozen weights of a pipeline's denoiser as "int8" or "nf4". shape, kind, cond, decode: for an
-    nn.Module, see ModulePolicy. pipeline_kwargs: arguments of the pipeline's own call (height,
-    num_frames, image ...), for the policy's life. example: the conditions of one prompt, if they
-    differ (Policy.encode takes those of all). hints: for the pipeline's class, see named.hints_of.
-    encoding: place of text encoders and of their answers. split: networks wait in host memory to be
-    split over processes. UnreplayableError (a ValueError): the loop cannot be inferred.
+    nn.Module, see ModulePolicy; kind="tokens", mask, empty: see TokenPolicy. pipeline_kwargs:
+    arguments of the pipeline's own call (height, num_frames ...), for the policy's life. example:
+    the conditions of one prompt, if they differ (Policy.encode takes those of all). hints: for the
+    pipeline's class, see named.hints_of. encoding: place of text encoders and of their answers.
+    split: networks wait in host memory to be split. UnreplayableError: it cannot be inferred.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
     check_kind(quantize)
-    described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
+    described: dict[str, Any] = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
     if isinstance(source, str | Path):  # a name may stand for any of the sources below
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        quantized = None if quantize == "none" else quantize
-        others = {"quantize": quantized, ENCODING: encoding, "hints": hints, **pipeline_kwargs}
-        return _unchanged(source, lora, parts, {**described, **others})
+        described |= {"quantize": None if quantize == "none" else quantize, "hints": hints}
+        return _unchanged(source, lora, parts, described | pipeline_kwargs | {ENCODING: encoding})
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
+        tokens = {name: pipeline_kwargs.pop(name, None) for name in OF_TOKENS}
         own = _shape_of(shape, parts, encoding, quantize, hints=hints, **pipeline_kwargs)
-        return ModulePolicy(source.to(device, dtype), own, kind or "flow", cond, lora, decode)
+        return _of_module(source.to(device, dtype), lora, described | {"shape": own}, tokens)
     if any(given is not None for given in described.values()):
         raise ValueError(DESCRIBED)
     if isinstance(source, str):
@@ -108,6 +110,21 @@ def check_parts(parts: Sequence[str]) -> list[str]:
     if isinstance(parts, str) or not parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts={parts!r} should be a list of some of {', '.join(PARTS)}")
     return list(dict.fromkeys(parts))
+
+
+def _of_module(
+    module: nn.Module, lora: Any, described: dict[str, Any], tokens: dict[str, Any]
+) -> Policy:
+    """Make the policy of a module of flows, or with kind="tokens" of a masked generator."""
+    kind = described.pop("kind") or "flow"
+    if kind == TOKENS:
+        return TokenPolicy(module, lora=lora, **described, **tokens)
+    if given := [name for name, value in tokens.items() if value is not None]:
+        raise ValueError(
+            f"{given[0]}={tokens[given[0]]} is of masked generators, and kind={kind!r}; give"
+            f" kind='{TOKENS}' too, or leave it out"
+        )
+    return ModulePolicy(module, lora=lora, kind=kind, **described)
 
 
 def _shape_of(

@@ -95,6 +95,11 @@ class ModulePolicy(Policy):
         sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
+    def trial_states(self, n: int, cond: Cond) -> Tensor:
+        """States (n, *L) for the self-check."""
+        generator = torch.Generator().manual_seed(5)
+        return torch.randn(n, *self.latent_shape, generator=generator).to(self.device)
+
     def _embed(self, cond: Cond) -> Tensor | None:
         value = cond.groups[0].kept[0][0][("cond",)]
         return None if value is None else value.float().flatten(1)

@@ -14,7 +14,7 @@ from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import Progress
 from flowrl.samplers import plan, tree
-from flowrl.types import Solver
+from flowrl.types import Plan, Solver
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def sample(
     ledger = ledger or Ledger(policy.device)
     # An evaluation asks for the same prompt many times: text encoders see it once.
     cond, rows = encoded(policy, prompts, conditions)
-    path = plan.ode(policy.schedule(steps).sigmas, solver=solver)
+    path = path_of(policy, steps, solver)
     velocity = velocity_of(policy, cond, guidance=guidance, ledger=ledger, rlg=rlg)
     with Progress(plan.nfe(path) * len(rows), title="sample", lines=False) as bar:
 
@@ -62,6 +62,13 @@ def sample(
             micro=policy.states(micro, guidance),
         )
     return grown.leaves, grown.state_sigma[grown.leaf], (cond, rows[grown.group.cpu()])
+
+
+def path_of(policy: Policy, steps: int, solver: Solver) -> Plan:
+    """The plan of samples that are not trained: ODE, or for a masked generator the unmasking of its
+    tokens in random order, at temperature 1."""
+    sigmas = policy.schedule(steps).sigmas
+    return plan.unmask(sigmas) if policy.unmasks else plan.ode(sigmas, solver=solver)
 
 
 def encoded(

@@ -84,5 +84,5 @@ def velocity_of(
 
 
 def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:
-    """Standard normal latents by key: (n,) int64 -> (n, *L) fp32."""
-    return partial(keys.gaussian, shape=policy.latent_shape, device=policy.device)
+    """Noise by key: (n,) int64 -> standard normal latents (n, *L) fp32, or what tokens need."""
+    return policy.noise

@@ -91,6 +91,11 @@ def searched(request: SampleRequest, rewards: RewardSet, how: Search) -> BestSam
         "tree": tree,
     }
     counted = Candidates(request, rewards)
+    if request.policy.unmasks and how.how != "random":
+        raise ValueError(
+            f"search how={how.how} moves the noise of flows, and the model is a masked generator;"
+            " use how=random, or best_of"
+        )
     ways[how.how](counted, how)
     return counted.found()
 

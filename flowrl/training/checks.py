@@ -55,6 +55,12 @@ def check_media(rewards: RewardSet, algorithm: Algorithm, policy: Policy) -> Non
     if rewards.detectors:
         rewards.detectors.check((1, *media_shape(policy)))
     if rewards.climbers or "reward" in algorithm.needs:
+        if policy.unmasks:
+            raise ValueError(
+                "the gradient of a reward cannot pass through tokens, which are drawn; with a"
+                " masked generator use algorithm.name=grpo with algorithm.sde=random_order, and no"
+                " reward with mode=grad"
+            )
         check_decoder(policy)
 
 

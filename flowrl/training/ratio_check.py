@@ -35,7 +35,8 @@ class RatioCheck:
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
         self.done = False  # whether the test was made
-        self.recompute = False  # whether old log-probs are recomputed in every iteration
+        # whether old log-probs are recomputed in every iteration; a method may not store any
+        self.recompute = learner.algorithm.rescored
         self.needed = "log_prob" in learner.algorithm.needs  # whether the next iteration calls it
 
     def restore(self, *, done: bool, recompute: bool) -> None:
@@ -51,6 +52,9 @@ class RatioCheck:
         learner = self.learner
         with learner.policy.ledger.phase("reference"):
             old = old_scores(learner.algorithm, learner.policy, rollout, columns, learner.micro)
+        if learner.algorithm.rescored:  # there is nothing to compare with
+            self.done = True
+            return Columns({**columns.data, **old})
         recomputed = old.get("log_prob", columns.log_prob)
         if not self.done:
             self.first(recomputed, columns)

@@ -57,7 +57,7 @@ def mean_gain(
     It reads about `most` rows, drawn by their noise keys. gather, total: concatenate and sum over
     processes, so that the same rows are chosen for any number of processes.
     """
-    rows = torch.nonzero(batch.adv > 0).flatten()
+    rows = torch.nonzero((batch.adv > 0).flatten()).flatten()  # adv is (n,), or (n, 1)
     draw = keys.uniform(keys.key("winners", batch.noise_key[rows]))
     highest = gather(draw).sort().values[:most][-1:]
     rows = rows[draw <= highest] if len(highest) else rows

@@ -16,7 +16,7 @@ from flowrl.types import NO_DENSITY, ODE, Plan, Rollout
 class Level:
     """n nodes at one depth, with what their children need."""
 
-    x: Tensor  # (n, *L) fp32 states
+    x: Tensor  # (n, *L) fp32 states, or tokens
     row: Tensor  # (n,) row of the conditioning
     sigma: Tensor  # (n,) fp64 noise levels
     stored: Tensor  # (n,) row among the kept states, -1: not kept
@@ -150,6 +150,8 @@ class Kept:
         # log-probs stay on their device: fetching them would make the host wait
         device = log_prob.device
         self.log_prob = self.log_prob.to(device, non_blocking=True)
+        if log_prob.ndim > self.log_prob.ndim - 1:  # one log-prob for each place of a grid
+            self.log_prob = self.log_prob[..., None].repeat(1, 1, log_prob.shape[1])
         columns, rows = (t.to(device, non_blocking=True) for t in (edges, place))
         self.log_prob[:, columns] = log_prob[rows]
 
@@ -181,7 +183,7 @@ class Kept:
         }
         states = torch.cat([level.x for level in self.levels])
         device = self.log_prob.device if self.host else states.device
-        log_prob = self.log_prob.to(device)[:, trained.to(device)].flatten()
+        log_prob = self.log_prob.to(device)[:, trained.to(device)].flatten(0, 1)
         # `log_prob` marks std == 0 by inf on a device, where a check would have made the host wait
         if bool((log_prob == torch.inf).any()):
             raise ValueError(NO_DENSITY)
@@ -260,4 +262,4 @@ def own_noise(noise: Callable[[Tensor], Tensor], path: Tensor) -> Tensor:
 
     For correlated siblings this is the part that they do not share.
     """
-    return noise(key("own", path)).float()
+    return noise(key("own", path))

@@ -18,13 +18,13 @@ fp32, and a known token is never touched.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from flowrl.types import Reduction
+
 MASK = -1  # stands in a state for a token that is not known yet
-Reduction = Literal["mean", "sum", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,7 +98,7 @@ def test_the_logged_error_is_the_largest_of_all_processes(monkeypatch, others, o
     monkeypatch.setattr(ratio_check, "old_scores", lambda *_: {"log_prob": torch.tensor(own)})
     learner = SimpleNamespace(
         cfg=None,
-        algorithm=SimpleNamespace(needs={"log_prob"}),
+        algorithm=SimpleNamespace(needs={"log_prob"}, rescored=False),
         policy=SimpleNamespace(ledger=SimpleNamespace(phase=lambda _: nullcontext())),
         micro=1,
         world=SimpleNamespace(collect=lambda mine: [mine, *others]),

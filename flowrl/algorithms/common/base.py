@@ -292,7 +292,10 @@ class Algorithm:
     guidance: Literal["none"] | None = None  # guidance of the rollout; None: the sampler's setting
     left_out: float = 0.0  # advantage of a sample that `keep` does not train
     trains_network: bool = True  # False: only heads are trained
+    unmasks: bool = False  # True: it trains tokens of masked generators, and no flows
     reads_rewards: bool = True  # False: a prompt may have no reward that is asked for its domain
+    # whether old log-probs are those of the training forward, computed before the first update
+    rescored: bool = False
     # clip range against which the ratio's self-test holds low-precision errors
     clip_size: float = 1e-4
 

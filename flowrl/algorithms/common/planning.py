@@ -11,6 +11,7 @@ from flowrl.algorithms.common.base import Sampler
 from flowrl.algorithms.common.prune import prunes_all
 from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig
 from flowrl.samplers import plan as plans
+from flowrl.samplers import sde
 from flowrl.samplers.common import window as windows
 from flowrl.types import Plan
 
@@ -51,6 +52,8 @@ def without_tail(c: TransitionConfig, sigmas: Tensor, sampler: Sampler, start: i
     """The plan before algorithm.tail shortens what follows its last noisy step."""
     t, size = c.tree, c.window.size
     common: dict[str, Any] = {"eta": sampler.eta, "sde": c.sde, "init": sampler.init_noise}
+    if c.sde in sde.UNMASKING:
+        return plans.unmask(sigmas, reduction="none" if c.by_place else "mean", **common)
     if c.plan == "full":
         return plans.full(sigmas, last=c.learns_noise, **common)
     if c.plan == "window":

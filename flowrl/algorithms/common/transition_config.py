@@ -22,6 +22,8 @@ from flowrl.runtime.rule import Rule, read_above, read_when, read_with
 from flowrl.samplers import sde
 from flowrl.types import Plan
 
+# kinds of KL that are of velocities or Gaussian steps, and not of tokens
+GAUSSIAN_KL = ("velocity", "mean")
 BRANCHING = ("branch", "tree", "fan", "granular")  # plans whose nodes have children to choose
 FORKING = (*BRANCHING, "dense")  # plans whose samples share steps
 # credit rules that z-score edges, not samples
@@ -240,6 +242,11 @@ RULES = (
 class TransitionConfig(base.Credit, base.Anchor):
     learns_noise: ClassVar[bool] = False  # whether the policy predicts the std of a step
 
+    @property
+    def by_place(self) -> bool:
+        """Whether the loss compares each token of a step by itself."""
+        return False
+
     plan: Literal["full", "window", "branch", "tree", "fan", "granular", "dense"] = Field(
         "full",
         description=(
@@ -256,7 +263,9 @@ class TransitionConfig(base.Credit, base.Anchor):
         "flow_sde",
         description=(
             "The SDE step: flow_sde, dance_sde, precise, dance_precise, langevin, cps, ddim, or a"
-            " transition of your own, path/to/file.py:NAME; sampler.eta is its noise level."
+            " transition of your own, path/to/file.py:NAME; sampler.eta is its noise level. Of"
+            " masked generators: random_order, with eta the temperature of tokens, or confidence,"
+            " with eta the first temperature of the choice."
         ),
     )
     tail: Annotated[float | None, WINDOWED] = Field(
@@ -333,6 +342,22 @@ class TransitionConfig(base.Credit, base.Anchor):
             raise ValueError(
                 f"algorithm.sde={self.sde} takes noise that a policy learned, which this method"
                 " does not train; use algorithm=reinflow"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_unmasking(self) -> TransitionConfig:
+        if self.sde not in sde.UNMASKING:
+            return self
+        if self.plan != "full":
+            raise ValueError(
+                f"algorithm.plan={self.plan} walks some steps without noise, and every step of"
+                f" sde={self.sde} draws tokens; use plan=full"
+            )
+        if self.kl_weight and self.kl in GAUSSIAN_KL:
+            raise ValueError(
+                f"algorithm.kl={self.kl} is a distance of latents, and sde={self.sde} has tokens;"
+                " use kl=exact"
             )
         return self
 

@@ -19,10 +19,15 @@ from flowrl import advantages as credit
 from flowrl.algorithms.common import base
 from flowrl.algorithms.common.planning import check_plan, make_plan, window_start, windowed
 from flowrl.algorithms.common.prune import pruned
-from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS, TransitionConfig
+from flowrl.algorithms.common.transition_config import (
+    FORKING,
+    GAUSSIAN_KL,
+    OWN_STATISTICS,
+    TransitionConfig,
+)
 from flowrl.samplers import keys, sde
 from flowrl.samplers.common import forest
-from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, Transition
+from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, Transition, expand
 
 
 class TransitionMethod(base.Anchored):
@@ -36,6 +41,7 @@ class TransitionMethod(base.Anchored):
         super().__init__(config)
         self.needs = frozenset({"log_prob"} | self.anchor_needs(self.compares_reference))
         self.windowed = windowed(config)
+        self.unmasks = config.sde in sde.UNMASKING
         self.planned: tuple[object, Plan] | None = None  # settings of the newest plan, and the plan
 
     # ------------------------------------------------------------------ what is walked
@@ -135,14 +141,19 @@ class TransitionMethod(base.Anchored):
         prompt = rollout.prompt[data["src"]]
         gate = advantages.kl_gate  # a step that several samples share has the mean of theirs
         held = None if gate is None else credit.spread(rollout, gate)
+        weight, gates = torch.ones_like(adv), base.gate_column(held, rows)
+        if rollout.plan.reduction == "none":  # each token that a step reveals is a term
+            revealed = rollout.at(data["src"]) != rollout.at(data["dst"])
+            weight, adv = revealed.flatten(1).to(adv), adv[:, None]
+            gates = {name: gate[:, None] for name, gate in gates.items()}
         return Columns(
             {
                 "prompt": prompt,
-                "weight": torch.ones_like(adv),
+                "weight": weight,
                 "adv": adv,
                 "sample": samples(rollout)[rows],
                 **data,
-                **base.gate_column(held, rows),
+                **gates,
             }
         )
 
@@ -169,8 +180,9 @@ class TransitionMethod(base.Anchored):
 
     def transition(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
-    ) -> tuple[Transition, Tensor]:
-        """The step that the policy's present view takes from each row's state, and v (n, *L).
+    ) -> tuple[Any, Tensor]:
+        """The step that the policy's present view takes from each row's state (see sde.transition),
+        and v (n, *L).
 
         Each state is evaluated once.
         """
@@ -195,7 +207,8 @@ class TransitionMethod(base.Anchored):
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
         """log_prob (n,) of the stored step; log_prob_ref (n,) where the loss compares with the
-        reference; kl (n,), per latent dim, where it has a weight; and `more_scores`."""
+        reference; kl (n,), per latent dim, where it has a weight; and `more_scores`. Where each
+        token is a term (plan.reduction="none"), log_prob and kl are (n, places)."""
         y, c = rollout.at(batch.dst), self.config
         step, v = self.transition(policy, rollout, batch)
         scores = {"log_prob": sde.log_prob(rollout.plan, step, y)}
@@ -207,13 +220,15 @@ class TransitionMethod(base.Anchored):
         if self.compares_reference:
             scores["log_prob_ref"] = sde.log_prob(rollout.plan, other, y)
         if c.kl_weight:
-            moved = step.mean - other.mean
-            gap = {"velocity": v - v_ref, "mean": moved}.get(c.kl, moved / other.std / 2**0.5)
-            kl = gap.square().flatten(1).mean(1)
-            if c.learns_noise and c.kl in ("exact", "flow_grpo"):
-                kl = kl + spread_kl(step.std, other.std)
+            if c.kl in GAUSSIAN_KL:
+                gap = v - v_ref if c.kl == "velocity" else step.mean - other.mean
+                kl = gap.square().flatten(1).mean(1)
+            else:
+                kl = step.kl(other, reduction=rollout.plan.reduction)
             scores["kl"] = (
-                kl * (batch.sigma - batch.sigma_next).to(kl) if c.kl == "flow_grpo" else kl
+                kl * expand((batch.sigma - batch.sigma_next).to(kl), kl)
+                if c.kl == "flow_grpo"
+                else kl
             )
         return scores
 
@@ -224,9 +239,8 @@ class TransitionMethod(base.Anchored):
         return {}
 
     def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
-        return sde.log_prob(
-            rollout.plan, self.transition(policy, rollout, batch)[0], rollout.at(batch.dst)
-        )
+        step, y = self.transition(policy, rollout, batch)[0], rollout.at(batch.dst)
+        return sde.log_prob(rollout.plan, step, y, reduction="mean")
 
 
 class GroupMethod(TransitionMethod):
@@ -255,13 +269,6 @@ def samples(rollout: Rollout) -> Tensor:
     while bool((top != top[top]).any()):
         top = top[top]
     return top
-
-
-def spread_kl(std: Tensor, other: Tensor) -> Tensor:
-    """The part of the KL of two Gaussians that different standard deviations add, a mean over dims
-    (n,); exactly 0 where they are equal."""
-    log_ratio = std.log() - other.log()
-    return (0.5 * (2 * log_ratio).expm1() - log_ratio).flatten(1).mean(1)
 
 
 def own_noise(batch: Columns, like: Tensor) -> Tensor:

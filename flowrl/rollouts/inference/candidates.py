@@ -13,13 +13,14 @@ from torch import Tensor
 from flowrl.data.conditions import Conditions, context_of
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, score
-from flowrl.rollouts.generation import encoded, sample
+from flowrl.rollouts.generation import encoded, path_of, sample
 from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.rollouts.scorer import media_of
 from flowrl.rollouts.velocity import passes
 from flowrl.runtime.ledger import Ledger
-from flowrl.samplers import keys, plan, tree
+from flowrl.samplers import keys, tree
 from flowrl.samplers.common.forest import NodeKeys
+from flowrl.samplers.plan import nfe
 from flowrl.types import MediaContext, Plan, Rollout, Solver
 
 
@@ -45,7 +46,7 @@ class SampleRequest:
     @cached_property
     def path(self) -> Plan:
         """The plan by which one sample is made."""
-        return plan.ode(self.policy.schedule(self.steps).sigmas, solver=self.solver)
+        return path_of(self.policy, self.steps, self.solver)
 
     @cached_property
     def unit(self) -> int:
@@ -55,7 +56,7 @@ class SampleRequest:
     @property
     def cost(self) -> int:
         """Network calls of one sample."""
-        return plan.nfe(self.path) * self.unit
+        return nfe(self.path) * self.unit
 
     def names(self, whose: Tensor, which: Tensor) -> Tensor:
         """Keys (n,) of the noise of candidates `which` (n,) of prompts `whose` (n,); candidate 0 is

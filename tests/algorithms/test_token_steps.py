@@ -1,0 +1,225 @@
+"""GRPO on unmasking steps: one ratio a token, what is refused, and runs from end to end."""
+
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import masked
+import pytest
+import small
+import torch
+
+import flowrl
+from flowrl.algorithms.grpo import GRPO, GRPOConfig
+from flowrl.config.compose import ConfigError
+from flowrl.rollouts.roll_out import roll_out
+from flowrl.runtime.ledger import Ledger
+from flowrl.training.checks import check_media
+from flowrl.training.loop import Trainer
+from flowrl.types import PromptBatch
+
+TOKENS = {"name": "grpo", "sde": "random_order", "ratio": "token", "clip": [0.2, 0.2]}
+
+
+class Sampling:
+    eta, init_noise = 1.0, "group"
+
+
+def prepared(own, **options):
+    """(algorithm, rollout, its rows) of two samples of each prompt, one with advantage 1."""
+    algorithm = GRPO(GRPOConfig(sde="random_order", **options))
+    path = algorithm.plan(own.schedule(3).sigmas, sampler=Sampling, iteration=0, seed=0)
+    batch = PromptBatch(text=masked.PROMPTS, ids=torch.arange(3), meta=[{}] * 3)
+    how = {"guidance": "none", "seed": 0, "iteration": 0, "micro": 64, "ledger": Ledger()}
+    made = roll_out(own, batch, path, group=2, **how)
+    advantages = algorithm.advantages(made, torch.tensor([1.0, -1.0] * 3))
+    return algorithm, made, algorithm.columns(made, advantages, seed=0, iteration=0)
+
+
+def test_every_token_of_a_sample_is_a_term_once():
+    _, made, rows = prepared(masked.policy(), ratio="token")
+    assert len(rows) == 18 and rows.weight.shape == (18, 16) and rows.adv.shape == (18, 1)
+    each = torch.zeros(6, 16).index_add(
+        0, torch.unique(rows.sample, return_inverse=True)[1], rows.weight
+    )
+    assert torch.equal(each, torch.ones(6, 16))
+    assert torch.equal(rows.log_prob != 0, rows.weight == 1)
+
+
+@pytest.mark.parametrize("ratio", ("token", "ppo"))
+def test_the_gradient_at_the_behaviour_policy_is_that_of_minus_a_log_p(ratio):
+    """And it is the same for both ratios, up to the 16 places that a mean divides by."""
+    own = masked.policy()
+    algorithm, made, rows = prepared(own, ratio=ratio, kl_weight=0.0)
+    scores = algorithm.score(own, made, rows)
+    out = algorithm.loss(scores, rows)
+    assert float(out.metrics["policy/clip_fraction"]) == 0
+    torch.testing.assert_close(scores["log_prob"].detach(), rows.log_prob, atol=1e-6, rtol=0)
+    parameters = list(own.modules["module"].parameters())
+    found = torch.autograd.grad(out.loss, parameters)
+    logits = own.velocity(made.leaves.new_full((0, 4, 4), 0), 0.5, made.cond, rows.prompt[:0])
+    assert logits.shape == (0, 4, 4, 5)
+    x, y = made.at(rows.src), made.at(rows.dst)
+    log_p = own.velocity(x, rows.sigma, made.cond, rows.prompt).log_softmax(-1).flatten(1, 2)
+    token = log_p.gather(-1, y.flatten(1).clamp(min=0).long()[..., None])[..., 0]
+    alone = torch.where(x.flatten(1) != y.flatten(1), token, 0.0).sum(1)
+    scale = 1 if ratio == "token" else 1 / 16
+    exact = torch.autograd.grad(-(rows.adv.flatten() * alone).sum() * scale, parameters)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_of_gradient_makes_good_tokens_likelier_and_bad_ones_less():
+    own = masked.policy()
+    algorithm, made, rows = prepared(own, ratio="token")
+    before = algorithm.fit(own, made, rows).detach()
+    algorithm.loss(algorithm.score(own, made, rows), rows).loss.backward()
+    with torch.no_grad():
+        for weight in own.modules["module"].parameters():
+            weight -= 1e-3 * weight.grad
+    moved = algorithm.fit(own, made, rows).detach() - before
+    adv = rows.adv.flatten()
+    assert float(moved[adv > 0].mean()) > 0 > float(moved[adv < 0].mean())
+
+
+@pytest.mark.parametrize("ratio", ("token", "ppo"))
+def test_the_kl_of_tokens_to_themselves_is_zero_and_grows_as_they_move(ratio):
+    own = masked.policy(lora={"rank": 2, "alpha": 4})
+    algorithm, made, rows = prepared(own, ratio=ratio, kl_weight=0.1)
+    assert float(algorithm.score(own, made, rows)["kl"].detach().abs().max()) == 0
+    for weight in own.trainable.named().values():
+        torch.nn.init.normal_(weight, std=0.5)
+    kl = algorithm.score(own, made, rows)["kl"].detach()
+    assert kl.shape == ((18, 16) if ratio == "token" else (18,))
+    assert float(kl.min()) >= 0 < float(kl.max())
+    out = algorithm.loss(algorithm.score(own, made, rows), rows)
+    assert float(out.metrics["policy/kl"]) == pytest.approx(float((rows.weight * kl).sum()))
+
+
+# ------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"sde": "flow_sde"}, "ratio=token compares tokens of masked generators, and sde=flow_sde"),
+        ({"plan": "window"}, "plan=window walks some steps without noise"),
+        ({"ratio": "guard"}, "algorithm.ratio=guard reads the Gaussian noise"),
+        ({"ratio": "ppo", "step_weight": "noise"}, "step_weight=noise reads the Gaussian noise"),
+        ({"ratio": "ppo", "trust": {"threshold": 0.01}}, "trust.threshold=0.01 reads"),
+        ({"kl": "velocity", "kl_weight": 0.1}, "kl=velocity is a distance of latents"),
+    ],
+)
+def test_options_of_gaussian_steps_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        GRPOConfig(**{"sde": "random_order", "ratio": "token", **options})
+
+
+def settings(output, **changes):
+    return {
+        "algorithm": TOKENS,
+        "batch": {"prompts": 3, "group": 4, "updates": 1},
+        "optimizer": {"lr": 1e-2},
+        "sampler": {"steps": 4, "eta": 1.0, "guidance": "none", "init_noise": "group"},
+        "eval": {"every": 0, "images": 6, "steps": 4, "guidance": "none"},
+        "guard": {"check_rewards": False},
+        "train": {"mode": "full"},
+        "iterations": 3,
+        "output": str(output),
+        **changes,
+    }
+
+
+LIVE = {"rewards": masked.counted, "prompts": {"train": masked.PROMPTS, "eval": masked.PROMPTS}}
+
+
+@pytest.mark.parametrize("name", ("nft", "ddpo"))
+def test_methods_on_velocities_refuse_tokens(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"algorithm={name} trains the velocities of flows"):
+        Trainer(settings(tmp_path / "run", algorithm=name), policy=masked.policy(), **LIVE)
+
+
+def test_methods_on_tokens_refuse_flows(tmp_path):
+    with pytest.raises(ConfigError, match="trains the tokens of masked generators, and the model"):
+        small.trainer(
+            tmp_path / "run",
+            "flow_grpo",
+            algorithm__sde="random_order",
+            sampler__eta="1",
+            algorithm__kl="exact",
+        )
+
+
+def test_gradients_of_rewards_do_not_pass_through_tokens():
+    rewards = SimpleNamespace(features=None, detectors=None, climbers=["counted"])
+    method = SimpleNamespace(needs=frozenset())
+    with pytest.raises(ValueError, match="gradient of a reward cannot pass through tokens"):
+        check_media(rewards, method, masked.policy())
+
+
+# ------------------------------------------------------------- runs
+
+
+def test_a_run_learns_is_resumed_to_the_bit_and_is_evaluated(tmp_path):
+    def live(**more):
+        return {"policy": masked.policy(), **LIVE, **more}
+
+    whole = flowrl.train(settings(tmp_path / "whole", iterations=12), **live())
+    first, last = whole.metrics[0], whole.metrics[-1]
+    assert first["policy/ratio_error"] < 1e-6 and last["reward/total"] > first["reward/total"] + 0.1
+    # three prompts: the first grid once each, then three steps of four samples
+    assert first["nfe/rollout"] == 3 * (1 + 3 * 4)
+    assert (whole.path / "report.html").is_file()
+    trainer = Trainer(settings(tmp_path / "part", iterations=12), **live())
+    for it in trainer:
+        if it.number == 7:
+            trainer.save()
+            break
+    del trainer
+    for _ in Trainer(resume=tmp_path / "part", **live()):
+        pass
+    assert small.lines(tmp_path / "part")[-1]["iteration"] == 12
+    assert small.numbers(tmp_path / "whole") == small.numbers(tmp_path / "part")
+
+
+def test_lora_and_the_order_by_confidence_train(tmp_path):
+    own = masked.policy(lora={"rank": 2, "alpha": 4})
+    changes = {
+        "algorithm": TOKENS | {"sde": "confidence", "ratio": "ppo", "kl_weight": 0.01},
+        "sampler": {"steps": 4, "eta": 2.0, "guidance": 2.0},
+        "train": {"mode": "lora", "lora": {"rank": 2, "alpha": 4}},
+        "iterations": 2,
+        "data": {"eval": None},
+    }
+    live = {**LIVE, "prompts": {"train": masked.PROMPTS}}
+    for it in Trainer(settings(tmp_path / "run", **changes), policy=own, **live):
+        assert it.metrics["policy/rows"] > 0 and it.metrics["policy/grad_norm"] > 0
+        assert it.metrics.get("policy/ratio_error", 0) < 1e-5
+
+
+def test_the_text_example_runs_and_checks_answers(tmp_path, monkeypatch):
+    """scripts/examples/arithmetic.py with hardly any training: two digits, sums without carries."""
+    file = Path(__file__).parents[2] / "scripts/examples/arithmetic.py"
+    spec = importlib.util.spec_from_file_location("arithmetic_example", file)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    media = torch.tensor([[7.0, 6.0], [6.0, 7.0]])
+    assert example.correct(media, ["31+45="] * 2).tolist() == [1.0, 0.0]
+    pairs = set(example.PAIRS)
+    assert (31, 45) in pairs and (39, 45) not in pairs and (60, 45) not in pairs
+    assert 0.15 < len(example.HELD_OUT) / len(pairs) < 0.25
+    given = example.settings
+
+    def short(seed, output):
+        few = {"batch": {"prompts": 4, "group": 8, "updates": 1}, "iterations": 1}
+        return given(seed, output) | few | {"eval": given(seed, output)["eval"] | {"images": 8}}
+
+    @flowrl.reward(scale="share of the right digits")
+    def digits(media, prompts, context=None):
+        sums = torch.tensor([int(prompt[:2]) + int(prompt[3:5]) for prompt in prompts])
+        return (media.long() == example.digits(sums)).float().mean(1)
+
+    monkeypatch.setattr(example, "settings", short)
+    monkeypatch.setattr(example, "correct", digits)  # an untrained net is never all right
+    before, after = example.align(0, tmp_path / "run", example.pretrained(0, updates=2))
+    assert 0 <= before <= 1 and 0 <= after <= 1

@@ -1,0 +1,46 @@
+"""A masked generator of sixteen tokens, small enough to train in seconds."""
+
+import torch
+from torch import nn
+
+import flowrl
+
+PLACES, VALUES = (4, 4), 5  # the mask token is 5
+PROMPTS = ["zero", "one", "two"]
+
+
+class TokenNet(nn.Module):
+    """Logits of every place from all tokens and the prompt."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.tokens = nn.Embedding(VALUES + 1, width)
+        self.prompt = nn.Embedding(len(PROMPTS) + 1, width)
+        self.places = nn.Parameter(torch.randn(16, width) / 4)
+        self.mix = nn.Linear(width, width)
+        self.out = nn.Linear(width, VALUES)
+
+    def forward(self, tokens, cond):
+        """tokens (n, 4, 4) int64, cond (n,) -> logits (n, 4, 4, 5)."""
+        h = self.tokens(tokens.flatten(1)) + self.places
+        h = h + self.prompt(cond)[:, None] + self.mix(h.mean(1, keepdim=True)).tanh()
+        return self.out(h.tanh()).unflatten(1, PLACES)
+
+
+def cond(texts):
+    """P texts -> (P,); the empty text has a number of its own."""
+    return torch.tensor([PROMPTS.index(text) if text else len(PROMPTS) for text in texts])
+
+
+def policy(seed=0, **options):
+    torch.manual_seed(seed)
+    return flowrl.load_policy(
+        TokenNet(), shape=PLACES, kind="tokens", mask=VALUES, cond=cond, empty="", **options
+    )
+
+
+@flowrl.reward(scale="share of the tokens that are the prompt's number")
+def counted(media, prompts, context=None):
+    """Grids (B, 4, 4) of tokens -> (B,)."""
+    wanted = torch.tensor([PROMPTS.index(text) for text in prompts])
+    return (media == wanted[:, None, None]).float().mean((1, 2))
