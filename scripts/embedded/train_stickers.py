@@ -136,10 +136,10 @@ def train_vae(args: argparse.Namespace) -> None:
     fit_autoencoder(args, "vae", vae, pictures)
 
 
-def words_of_the_world() -> list[str]:
+def words_of_the_world(language: grammar.Language = prompts.WORLD) -> list[str]:
     """Every word of its pictures, motions and edits, for all of its models."""
-    grounds = " ".join(prompts.WORLD.backgrounds)
-    text = [*grammar.sentences(prompts.WORLD), f"on a background {grounds}"]
+    grounds = " ".join(language.backgrounds)
+    text = [*grammar.sentences(language), f"on a background {grounds}"]
     return sorted({word for sentence in text for word in sentence.split()})
 
 

@@ -1,5 +1,5 @@
 """Pretrain stickers-wan, which draws videos of 9 frames of 64 x 64 px: a video VAE, then a Wan
-transformer by flow matching.
+transformer by flow matching. With --world shapes, coloured shapes move.
 
     python scripts/embedded/train_stickers_wan.py wan-vae    --work runs/stickers   # an hour
     python scripts/embedded/train_stickers_wan.py wan        --work runs/stickers   # hours
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor
 from train_shapes import resume
 from train_stickers import (
+    NOTO,
     WHITE,
     Batches,
     Reading,
@@ -44,14 +46,16 @@ from train_stickers import (
 )
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from flowrl.scenes import grammar
+from flowrl.scenes import grammar, shapes
+from flowrl.scenes.motions import Motions
 from flowrl.scenes.stickers.prompts import WORLD
-from flowrl.scenes.stickers.scenes import render
 from flowrl.scenes.stickers.world import MOTIONS
+from flowrl.scenes.world import SmallWorld
 
 FRAMES = 9
 TEXT_WIDTH = 64
 PADDED = 512  # tokens to which WanPipeline pads a text unless it is told otherwise
+WORLDS = {"stickers": MOTIONS, "shapes": shapes.MOTIONS}
 SHIFT = 3.0  # of the exported scheduler's noise levels
 
 
@@ -78,27 +82,30 @@ def wan_vae(mean: Sequence[float] = (0.0,) * 16, std: Sequence[float] = (1.0,) *
     )
 
 
-def motion_sentences(count: int, g: torch.Generator, plain: float) -> list[str]:
-    """Drawn motions; a share of `plain` names no background."""
-    known = [one for one in grammar.sentences(WORLD).values() if isinstance(one, grammar.Motion)]
+def motion_sentences(count: int, g: torch.Generator, plain: float, world: SmallWorld) -> list[str]:
+    """Drawn motions; a share of `plain`, or all where the world has one, names no background."""
+    sentences, grounds = grammar.sentences(world.language), world.language.backgrounds
+    known = [one for one in sentences.values() if isinstance(one, grammar.Motion)]
     out = []
     for place, white, color in torch.rand(count, 3, generator=g).tolist():
         motion = known[int(place * len(known))]
-        ground = WORLD.backgrounds[int(color * len(WORLD.backgrounds))] if white >= plain else None
+        named = white >= plain and grounds
+        ground = grounds[int(color * len(grounds))] if named else None
         out.append(grammar.text(grammar.Motion(motion.thing, motion.verb, ground)))
     return out
 
 
-def video(text: str, seed: int) -> Tensor:
+def video(text: str, seed: int, motions: Motions) -> Tensor:
     """A motion's video (3, 9, 64, 64) in [-1, 1], a function of text and seed."""
-    return torch.stack([render(scene) for scene in MOTIONS.frames(text, seed, FRAMES)], 1) * 2 - 1
+    scenes = motions.frames(text, seed, FRAMES)
+    return torch.stack([motions.world.render(scene) for scene in scenes], 1) * 2 - 1
 
 
-def videos(count: int, g: torch.Generator) -> Tensor:
+def videos(count: int, g: torch.Generator, motions: Motions = MOTIONS) -> Tensor:
     """Drawn videos (count, 3, 9, 64, 64) in [-1, 1]."""
-    text = motion_sentences(count, g, WHITE)
+    text = motion_sentences(count, g, WHITE, motions.world)
     seeds = torch.randint(2**31, (count,), generator=g).tolist()
-    return torch.stack([video(*row) for row in zip(text, seeds, strict=True)])
+    return torch.stack([video(*row, motions) for row in zip(text, seeds, strict=True)])
 
 
 @torch.no_grad()
@@ -128,13 +135,14 @@ def unclamped(model: Any, z: Tensor) -> Tensor:
 
 
 def train_wan_vae(args: argparse.Namespace) -> None:
-    fit_autoencoder(args, "wan-vae", fresh_vae, videos, unclamped)
+    data = partial(videos, motions=WORLDS[args.world])
+    fit_autoencoder(args, "wan-vae", fresh_vae, data, unclamped)
 
 
-def wan_tokenizer() -> PreTrainedTokenizerFast:
+def wan_tokenizer(language: grammar.Language = WORLD) -> PreTrainedTokenizerFast:
     """One token a word, and T5's special tokens."""
     pad, end, unknown = "<pad>", "</s>", "<unk>"
-    words = [pad, end, unknown, *words_of_the_world()]
+    words = [pad, end, unknown, *words_of_the_world(language)]
     tok = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=unknown))
     tok.normalizer, tok.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     tok.post_processor = processors.TemplateProcessing(
@@ -190,15 +198,15 @@ class WanDenoiser(torch.nn.Module):
         return self.transformer(x, t, padded).sample, ends
 
 
-def motion_words(text: str) -> tuple[object, ...]:
+def motion_reading(language: grammar.Language = WORLD) -> Reading:
     """What moves, how many, how, and on which background."""
-    said = grammar.read(text, WORLD, grammar.Motion)
-    return said.thing.noun, said.thing.count, said.verb, said.background
 
+    def words(text: str) -> tuple[object, ...]:
+        said = grammar.read(text, language, grammar.Motion)
+        return said.thing.noun, said.thing.count, said.verb, said.background
 
-def motion_reading() -> Reading:
-    parts = (WORLD.nouns, (1, 2), grammar.MOTIONS, (None, *WORLD.backgrounds))
-    return Reading(parts, motion_words, TEXT_WIDTH)
+    parts = (language.nouns, (1, 2), grammar.MOTIONS, (None, *language.backgrounds))
+    return Reading(parts, words, TEXT_WIDTH)
 
 
 @torch.no_grad()
@@ -207,13 +215,13 @@ def wan_latents(args: argparse.Namespace) -> dict[str, Any]:
     subtracted and divided by in each channel, "mean" and "std"; cached."""
     path = args.work / f"wan-latents-{args.scenes}.pt"
     if not path.exists():
-        model = wan_vae().to(args.device).eval()
+        model, motions = wan_vae().to(args.device).eval(), WORLDS[args.world]
         resume(args.work / "wan-vae.pt", model=model)
         g = torch.Generator().manual_seed(args.seed + 3)
-        text = motion_sentences(args.scenes, g, args.plain)
+        text = motion_sentences(args.scenes, g, args.plain, motions.world)
 
         def encode(rows: Sequence[int]) -> Tensor:
-            x = torch.stack([video(text[row], row) for row in rows])
+            x = torch.stack([video(text[row], row, motions) for row in rows])
             return model.encode(x.to(args.device)).latent_dist.mode()
 
         every = encoded(path.with_suffix(".part"), len(text), encode)
@@ -241,15 +249,16 @@ class WanBatches(Batches):
 
 
 def train_wan(args: argparse.Namespace) -> None:
-    tok, data = wan_tokenizer(), wan_latents(args)
+    language = WORLDS[args.world].world.language
+    tok, data = wan_tokenizer(language), wan_latents(args)
     torch.manual_seed(args.seed)
-    model, reading = WanDenoiser(tok).to(args.device), motion_reading().to(args.device)
+    model, reading = WanDenoiser(tok).to(args.device), motion_reading(language).to(args.device)
     fit(args, "wan", model, reading, WanBatches(args, tok, reading, data["z"], data["text"]))
 
 
 def export_wan(args: argparse.Namespace) -> None:
     """Write the averaged weights as a WanPipeline."""
-    data, tok = wan_latents(args), wan_tokenizer()
+    data, tok = wan_latents(args), wan_tokenizer(WORLDS[args.world].world.language)
     autoencoder, model = wan_vae(data["mean"], data["std"]), WanDenoiser(tok)
     vae_steps = resume(args.work / "wan-vae.pt", model=autoencoder)
     steps = resume(args.work / "wan.pt", ema=model)
@@ -262,7 +271,9 @@ def export_wan(args: argparse.Namespace) -> None:
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
         ),
     )
-    write(args, pipe, __file__, vae_steps=vae_steps, steps=steps)
+    drawn = "rendered by flowrl.shapes.scenes; no other data"
+    source = NOTO if args.world == "stickers" else drawn
+    write(args, pipe, __file__, source, vae_steps=vae_steps, steps=steps)
 
 
 STAGES: Stages = {"wan-vae": train_wan_vae, "wan": train_wan, "export-wan": export_wan}
@@ -272,6 +283,7 @@ def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__ or "", STAGES, "flowrl/scenes/stickers/wan")
     add_vae(made, vae_steps=2000, vae_batch=4, vae_lr=1e-3)
     add_denoiser(made, steps=10_000, batch=32, scenes=12_000)
+    made.add_argument("--world", choices=list(WORLDS), default="stickers")
     made.add_argument("--plain", type=float, default=0.7, help="share of motions on white")
     return made
 

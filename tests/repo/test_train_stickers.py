@@ -135,7 +135,7 @@ def test_latents_go_on_where_they_were_saved(tmp_path, monkeypatch):
 def test_a_batch_of_edits_holds_an_instructions_own_pictures(whole):
     """What lies in channels 16 to 32 is the source as the pipeline encodes it: in no unit."""
     data = torch.load(whole / "edit-latents-6.pt")
-    before, after = edit.edits.pair(data["text"][3], 3)
+    before, after = edit.EDITS.pair(data["text"][3], 3)
     torch.testing.assert_close(
         data["target"][3:4].float(), encode(whole, after) * data["scale"], rtol=2e-3, atol=2e-3
     )
@@ -257,12 +257,13 @@ def test_a_sentence_that_is_dropped_does_not_count():
 
 def test_sentences_that_are_drawn_have_their_shares():
     text = edit.instructions(4000, 0)
-    for action, share in edit.edits.SHARES.items():
+    for action, share in edit.SHARES.items():
         start = "make" if action == "background" else action
         assert abs(sum(t.startswith(start) for t in text) / 4000 - share) < 0.03
-    text = wan.motion_sentences(4000, torch.Generator().manual_seed(0), 0.7)
+    text = wan.motion_sentences(4000, torch.Generator().manual_seed(0), 0.7, wan.MOTIONS.world)
     assert abs(sum("background" not in t for t in text) / 4000 - 0.7) < 0.03
-    assert len({wan.motion_words(t)[:3] for t in text}) == 32 * 2 * 8
+    say = wan.motion_reading().say
+    assert len({say(t)[:3] for t in text}) == 32 * 2 * 8
 
 
 def test_high_noise_levels_are_more_frequent_and_the_noise_is_that_of_the_schedule():
@@ -277,3 +278,14 @@ def test_high_noise_levels_are_more_frequent_and_the_noise_is_that_of_the_schedu
     dropped = labels[:, 0] == -100
     assert abs(dropped.float().mean() - 0.1) < 0.02
     assert torch.equal(dropped, (tokens == batches.empty).all(1))
+
+
+def test_the_video_model_of_shapes_has_their_words_and_no_background():
+    motions, g = wan.WORLDS["shapes"], torch.Generator().manual_seed(0)
+    text = wan.motion_sentences(50, g, 0.7, motions.world)
+    tok = wan.wan_tokenizer(motions.world.language)
+    assert tok.unk_token_id not in sum(tok(text).input_ids, [])
+    assert not any("background" in one for one in text)
+    assert wan.motion_reading(motions.world.language).labels(text).shape == (50, 4)
+    seen = wan.videos(1, g, motions)
+    assert seen.shape == (1, 3, 9, 64, 64) and seen.max() == 1
