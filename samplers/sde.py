@@ -104,7 +104,7 @@ def _try_out(own: Sde, what: str) -> None:
         f"{what} should be transition(v, x, sigma, sigma_next, *, eta) -> Transition(mean, std)"
     )
     try:
-        step = own.transition(x, x, half, half / 2, eta=half, **extra)
+        step: Any = own.transition(x, x, half, half / 2, eta=half, **extra)
         valid = isinstance(step, Transition) and step.mean.shape == x.shape
         valid = valid and step.mean.dtype == step.std.dtype == torch.float32
         valid = valid and torch.broadcast_shapes(step.std.shape, x.shape) == x.shape

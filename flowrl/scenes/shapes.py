@@ -18,10 +18,11 @@ HALO = 2  # px around an object that may be inked, too
 
 def render(scene: Scene) -> Tensor:
     """Draw a scene -> (3, 64, 64) fp32 in [0, 1]."""
-    drawn = ((*o.name.split(), o) for o in scene.objects)
-    return scenes.render(
-        [scenes.Object(shape, color, o.x, o.y, o.size / 2) for color, shape, o in drawn]
-    )
+    drawn = []
+    for o in scene.objects:
+        color, shape = o.name.split()
+        drawn.append(scenes.Object(shape, color, o.x, o.y, o.size / 2))
+    return scenes.render(drawn)
 
 
 def detect(images: Tensor) -> list[FoundScene]:
