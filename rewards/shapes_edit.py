@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from flowrl.rewards.core.verified import VerifiedEdit
+from flowrl.rewards.core.verified import EditSettings, VerifiedEdit
 from flowrl.scenes.shapes import EDITS
+
+
+class Settings(EditSettings):
+    """How a verdict becomes a score, and where the source is."""
 
 
 class ShapesEdit(VerifiedEdit):
     name = "shapes_edit"
+    Settings = Settings
     edits, language = EDITS, EDITS.world.language
 
 

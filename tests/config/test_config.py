@@ -340,7 +340,10 @@ def test_changed_keys_are_named():
         ("model=sd35-medium", 'unknown model "sd35-medium"; did you mean "sd3.5-medium"'),
         ("algorithm=nfd", 'unknown algorithm "nfd"; did you mean "nft"'),
         ("reward=shape", 'unknown reward "shape"; did you mean "shapes"'),
-        ("experiment=quikstart", 'unknown experiment "quikstart"; did you mean "quickstart"'),
+        (
+            "experiment=quikstart",
+            'unknown experiment "quikstart"; did you mean "quickstart" or "quickstart-unet"',
+        ),
         ("reward.jpg=1", 'unknown reward "jpg"; did you mean "jpeg"'),
         ("reward.gain=2", '"gain" is no reward; the weight of one is reward.clip.weight=2'),
         ("reward.shapes=high", "reward.shapes='high' should be its weight, a finite number"),
@@ -436,7 +439,7 @@ def test_leaving_the_reward_out_and_choosing_one_contradict_each_other():
 def test_a_missing_file_or_experiment_is_named(tmp_path):
     assert "gone.yaml" in problems(name=tmp_path / "gone.yaml")[0]
     assert problems(name="quikstart") == [
-        'unknown experiment "quikstart"; did you mean "quickstart"?'
+        'unknown experiment "quikstart"; did you mean "quickstart" or "quickstart-unet"?'
     ]
 
 

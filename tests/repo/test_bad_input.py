@@ -42,7 +42,10 @@ def refused(tmp_path, *arguments):
             "train.mode='lorra' should be 'lora' or 'full'; did you mean \"lora\"?",
         ),
         ("model=sd35-medium", 'unknown model "sd35-medium"; did you mean "sd3.5-medium"'),
-        ("model.source=shapes-sd4", 'unknown model "shapes-sd4"; did you mean "shapes-sd3"'),
+        (
+            "model.source=shapes-sd4",
+            'unknown model "shapes-sd4"; did you mean "shapes-sd" or "shapes-sd3"',
+        ),
         ("algorithm=nfd", 'unknown algorithm "nfd"; did you mean "nft"'),
         ("reward=shape", 'unknown reward "shape"; did you mean "shapes"'),
         ("experiment=quikstart", 'unknown experiment "quikstart"; did you mean "quickstart"'),
@@ -208,7 +211,7 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, monkeypatch, wrong
         ),
         (
             ["generate", "shapes-sd4", "a red circle"],
-            'unknown model "shapes-sd4"; did you mean "shapes-sd3"',
+            'unknown model "shapes-sd4"; did you mean "shapes-sd" or "shapes-sd3"',
         ),
         (["evaluate", "nowhere"], "nowhere is not a run folder"),
         (["report", "nowhere"], "nowhere"),

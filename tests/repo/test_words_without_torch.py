@@ -30,7 +30,7 @@ MISTAKES = {
     "train reward.jpeg.qualty=80": 'unknown setting "qualty"; did you mean "quality"',
     # names
     "train model=sd35-medium": 'unknown model "sd35-medium"; did you mean "sd3.5-medium"',
-    "train model.source=shapes-sd4": 'unknown model "shapes-sd4"; did you mean "shapes-sd3"',
+    "train model.source=shapes-sd4": '"shapes-sd4"; did you mean "shapes-sd" or "shapes-sd3"',
     "train algorithm=nfd": 'unknown algorithm "nfd"; did you mean "nft"',
     "train algorithm.name=grppo": 'unknown algorithm "grppo"; did you mean "grpo"',
     "train algorithm=flow_grpo algorithm.sde=flow_sdf": 'unknown sde "flow_sdf"; did you mean',
@@ -106,7 +106,7 @@ MISTAKES = {
     "train --accept-changes": "--accept-changes is about a run that goes on; add --resume RUN",
     "train --resume nowhere": "nowhere is not a run folder: it has no config.yaml",
     # generate
-    "generate shapes-sd4 a_cat": 'unknown model "shapes-sd4"; did you mean "shapes-sd3"',
+    "generate shapes-sd4 a_cat": '"shapes-sd4"; did you mean "shapes-sd" or "shapes-sd3"',
     "generate runs/mine a_cat": 'model "runs/mine" does not exist; there is no folder runs; give',
     "generate ./a/folder a_cat": 'model "./a/folder" does not exist; there is no folder a; give',
     "train model=/no/folder reward=jpeg data=ocr": 'model "/no/folder" does not exist',
@@ -147,7 +147,7 @@ MISTAKES = {
     "score x.png --reward jpeg.qualty=8": 'unknown setting "qualty"; did you mean "quality"',
     "score x.png --reward jpeg --keep-top most": "most",
     "check": "give a model, or --reward NAME",
-    "check shapes-sd4": 'unknown model "shapes-sd4"; did you mean "shapes-sd3"',
+    "check shapes-sd4": '"shapes-sd4"; did you mean "shapes-sd" or "shapes-sd3"',
     "check --reward shape": 'unknown reward "shape"; did you mean "shapes"',
     "train trackers=[tensorbord]": 'unknown tracker "tensorbord"; did you mean "tensorboard"',
     "train trackers=[trakio]": 'unknown tracker "trakio"; did you mean "trackio"',
@@ -251,5 +251,5 @@ def test_plugins_of_ones_own_are_read_where_torch_was_not_imported(answers, line
 
 def test_a_list_of_rewards_has_a_line_for_each(answers):
     lines = answers["list rewards"]["said"].splitlines()
-    assert len(lines) == 39 and max(map(len, lines)) <= 100
+    assert len(lines) == 41 and max(map(len, lines)) <= 100
     assert "jpeg               minus kilobytes at JPEG quality 95, divided by 500" in lines
