@@ -369,7 +369,12 @@ def export(args: argparse.Namespace) -> None:
 
 
 def finish(folder: Path, provenance: dict[str, Any]) -> None:
-    """Write provenance.json beside exported weights, and say how large they are."""
+    """Write provenance.json beside exported weights, and say how large they are. A part that was
+    loaded from a folder does not say from which."""
+    for file in folder.rglob("config.json"):
+        config = json.loads(file.read_text())
+        if config.pop("_name_or_path", None) is not None:
+            file.write_text(json.dumps(config, indent=2) + "\n")
     provenance |= {"torch": torch.__version__, "machine": platform.machine()}
     (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

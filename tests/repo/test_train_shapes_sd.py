@@ -53,6 +53,7 @@ def test_a_stage_goes_on_where_it_was_killed(whole, tmp_path, stage):
 )
 def test_a_stage_is_exported_as_it_ended(whole, stage, kind):
     run(f"export-{stage}", whole)
+    assert "_name_or_path" not in (whole / f"export-{stage}/vae/config.json").read_text()
     pipe = diffusers.DiffusionPipeline.from_pretrained(whole / f"export-{stage}")
     ended = torch.load(whole / f"{stage}.pt")["ema"]["unet.conv_in.weight"].half()
     assert type(pipe).__name__ == kind and torch.equal(pipe.unet.conv_in.weight.half(), ended)

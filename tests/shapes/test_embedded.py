@@ -42,6 +42,11 @@ def test_embedded_weights_say_how_they_were_made(name):
     assert "Apache License" in (FOLDER / name / "LICENSE").read_text()
 
 
+def test_no_part_says_where_it_lay_on_the_machine_that_made_it():
+    for file in Path(str(FOLDER)).rglob("*.json"):
+        assert "_name_or_path" not in json.loads(file.read_text()), file
+
+
 def test_all_embedded_weights_are_small():
     sizes = [file.stat().st_size for file in Path(str(FOLDER)).rglob("*")]
     assert sum(sizes) <= 30e6
