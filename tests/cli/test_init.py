@@ -115,7 +115,7 @@ def test_on_a_terminal_a_wrong_answer_is_asked_again():
     done = small.start("init", "run.yaml", stdin=other)
     printed = done.communicate(timeout=60)[1]
     assert done.returncode == 0, printed
-    assert printed.count("Model: ") == 2 and 'did you mean' in printed
+    assert printed.count("Model: ") == 2 and "did you mean" in printed
     assert load_config("run.yaml") == load_config("quickstart", ["reward.shapes.weight=1"])
 
 
