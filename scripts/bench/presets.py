@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from methods_by_kind import on_flows
 from real_cases import MODELS as RUN_AT_REAL_SIZE
 
 from flowrl.config.compose import options
@@ -46,7 +47,7 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--model", action="append", choices=MODELS)
-    parser.add_argument("--algorithm", default="flow_grpo", choices=options("algorithm"))
+    parser.add_argument("--algorithm", default="flow_grpo", choices=on_flows())
     parser.add_argument("--recipes", type=Path, metavar="PAGE")
     parser.add_argument("--jobs", type=int, default=2, help="processes, for --recipes")
     parser.add_argument("settings", nargs="*", help="settings of a config, as batch.group=8")

@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import small_models
 import torch
+from methods_by_kind import on_flows
 
 from flowrl.config.compose import options
 from flowrl.training.budget.architecture import read as read_architecture
@@ -167,7 +168,7 @@ def cells() -> list[Cell]:
 def methods_of(cell: Cell) -> list[str]:
     """What is trained in a cell: FULL, and the other methods whose number plus the model's counts
     to this precision and this preset: each of them meets each model, precision and preset."""
-    others = [m for m in options("algorithm") if m not in FULL]
+    others = [m for m in on_flows() if m not in FULL]
     model = small_models.names().index(cell.model)
     precision, preset = list(PRECISIONS).index(cell.precision), presets().index(cell.memory)
     own = [

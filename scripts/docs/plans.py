@@ -17,6 +17,7 @@ from flowrl.algorithms.common.base import Algorithm
 from flowrl.config import build, schema
 from flowrl.config.load import load_config
 from flowrl.samplers import sigmas
+from flowrl.samplers.sde import UNMASKING
 from flowrl.types import SDE, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +31,11 @@ LEGEND = (
     " Grey: ODE steps. Orange, dashed: noisy steps. Thick: trained. Lines that fork share what is"
     " before the fork.*"
 )
+OF_TOKENS = (
+    "*The plan of the first command below. All tokens are masked on the left, none on the right."
+    " Each step reveals some of them. Thick: trained.*"
+)
+PLACES = 64  # of a grid of tokens, the embedded model's
 
 
 def first_command(name: str) -> list[str]:
@@ -45,6 +51,8 @@ def planned(name: str) -> tuple[Algorithm, Plan]:
     cfg = load_config(None, first_command(name))
     method = build.make_algorithm(cfg)
     grid = sigmas.shifted(cfg.sampler.steps, 3)
+    if method.unmasks:
+        grid = sigmas.unmasking(PLACES, cfg.sampler.steps)
     return method, method.plan(grid, sampler=cfg.sampler, iteration=0, seed=0)
 
 
@@ -103,6 +111,8 @@ def said(name: str, plan: Plan) -> str:
     steps = len(set(plan.sigma.tolist()))
     noisy, trained = int((plan.kind == SDE).sum()), int(plan.trained.sum())
     samples = "1 sample" if plan.leaves == 1 else f"{plan.leaves} samples that share steps"
+    if plan.sde in UNMASKING:
+        return f"Plan of {name}: {samples}, {steps} steps that reveal tokens, {trained} trained"
     return (
         f"Plan of {name}: {samples}, {steps} noise levels, {plan.edges} steps,"
         f" of which {noisy} are noisy and {trained} trained"
@@ -115,7 +125,8 @@ def figure(name: str) -> str:
     more = (
         "" if plan.trained.any() else " No step is trained; [Equations](#equations) has the loss."
     )
-    legend = f"{LEGEND.removesuffix('*')}{more}*"
+    legend = OF_TOKENS if plan.sde in UNMASKING else LEGEND
+    legend = f"{legend.removesuffix('*')}{more}*"
     return f"![{said(name, plan)}](../images/plans/{name}.svg)\n\n{legend}\n\n"
 
 

@@ -74,10 +74,9 @@ def test_a_method_trains_lora_for_two_iterations(name, tmp_path, monkeypatch):
 def said(*words, spare=5):
     """What start-up says of a run with these words."""
     cfg = load_config(None, ["reward=jpeg", *words])
-    algorithm = build.make_algorithm(cfg)
-    plan = algorithm.plan(
-        sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=cfg.seed
-    )
+    algorithm, steps = build.make_algorithm(cfg), cfg.sampler.steps
+    grid = sigmas.unmasking(64, steps) if algorithm.unmasks else sigmas.shifted(steps, 3)
+    plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
     return of_config(cfg, method=algorithm, plan=plan, spare=spare).warnings()
 
 
@@ -150,6 +149,10 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
         ["algorithm.reference_guidance=4.5"],
     ),
     ([TRANSITIONS, "model.prompt_cache_gb=5"], ["model.prompt_cache_gb=5.0"]),
+    (
+        ["algorithm=diffu_grpo", *small.needed("diffu_grpo"), "algorithm.mask_from=0.5"],
+        ["algorithm.mask_from=0.5"],
+    ),
     (["algorithm=raft", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
     (["algorithm=dpo", "algorithm.tau=2"], ["algorithm.tau=2.0"]),
     ([FORWARD, "data.crop=center"], ["data.crop=center"]),

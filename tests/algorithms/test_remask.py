@@ -1,37 +1,18 @@
-"""Methods that mask finished samples again: scripts/examples/remask.py."""
-
-import importlib.util
-import sys
-from pathlib import Path
+"""Methods that mask finished samples again: masks, scores, and the loss by hand."""
 
 import masked
 import pytest
 import torch
 
-from flowrl.rollouts.roll_out import roll_out
-from flowrl.runtime.ledger import Ledger
+from flowrl.algorithms import remask
 from flowrl.samplers.common.unmasking import MASK
 from flowrl.training.loop import Trainer
-from flowrl.types import PromptBatch
-
-FILE = Path(__file__).parents[2] / "scripts/examples/remask.py"
-PLACE = f"{FILE}:Remask"
-spec = importlib.util.spec_from_file_location("remask_example", FILE)
-remask = sys.modules["remask_example"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(remask)
-
-
-class Sampling:
-    eta, init_noise = 1.0, "group"
 
 
 def prepared(own, **options):
     """(algorithm, rollout, its rows) of two samples of each prompt, one with advantage 1."""
     algorithm = remask.Remask(remask.RemaskConfig(**options))
-    path = algorithm.plan(own.schedule(3).sigmas, sampler=Sampling, iteration=0, seed=0)
-    batch = PromptBatch(text=masked.PROMPTS, ids=torch.arange(3), meta=[{}] * 3)
-    how = {"guidance": "none", "seed": 0, "iteration": 0, "micro": 64, "ledger": Ledger()}
-    made = roll_out(own, batch, path, group=2, **how)
+    made = masked.roll_out(own, algorithm)
     advantages = algorithm.advantages(made, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0]))
     return algorithm, made, algorithm.columns(made, advantages, seed=0, iteration=0)
 
@@ -120,7 +101,7 @@ def test_a_ratio_beyond_the_clip_gives_no_gradient():
 )
 def test_runs_train_and_are_off_their_old_policy_in_the_second_update(options, tmp_path):
     settings = {
-        "algorithm": {"name": PLACE, **options},
+        "algorithm": {"name": "remask", **options},
         "batch": {"prompts": 2, "group": 4, "updates": 2},
         "optimizer": {"lr": 3e-2},
         "sampler": {"steps": 3, "eta": 1.0, "guidance": "none", "init_noise": "group"},

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import methods_by_kind
 import pytest
 import small
 import yaml
@@ -19,6 +20,7 @@ from flowrl.config.compose import ConfigError, options
 from flowrl.config.facts import of_config
 from flowrl.config.gone import GONE, without_gone
 from flowrl.config.load import load_config, read_config
+from flowrl.config.run_rules import has_tokens
 from flowrl.config.schema import Config
 from flowrl.samplers import sigmas
 from flowrl.training import identity
@@ -58,22 +60,26 @@ def test_an_evaluation_takes_every_solver_of_a_plan():
 FOUR_STEPS = ("flux.2-klein-4b", "sd3.5-large-turbo", "sdxl-turbo")
 
 
-@pytest.mark.parametrize(
-    ("model", "algorithm"), itertools.product(options("model"), options("algorithm"))
-)
+def pairs():
+    """(model, method) of what ships, where both are of tokens or both are of flows."""
+    every = itertools.product(options("model"), options("algorithm"))
+    return [(m, a) for m, a in every if bool(has_tokens(m)) == methods_by_kind.unmasks(a)]
+
+
+@pytest.mark.parametrize(("model", "algorithm"), pairs())
 def test_every_model_goes_with_every_algorithm(model, algorithm):
     """No command `model=M algorithm=A` is refused: the plan fits the model's steps, and the batch
     whole copies of the plan."""
-    words = small.needed(algorithm)
+    words = small.NEEDED.get(algorithm, [])
     if model in FOUR_STEPS and algorithm in ("flow_grpo_fast", "flow_dppo"):
         words = ["algorithm.window.high=3"]  # as docs/models.md says
     cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}", *NAMED, *words])
     made = build.make_algorithm(cfg)
-    plan = made.plan(
-        sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=0, seed=cfg.seed
-    )
+    steps = cfg.sampler.steps
+    grid = sigmas.unmasking(64, steps) if made.unmasks else sigmas.linear(steps)
+    plan = made.plan(grid, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
     made.check(plan)
-    of_config(cfg, processes=1, plan=plan)
+    of_config(cfg, method=made, processes=1, plan=plan)
     schema = config_schema.algorithm_schema(cfg.algorithm["name"])
     assert (
         cfg.algorithm
@@ -123,6 +129,11 @@ PAPERS = {
     ("alignprop", "sd1.5"): (50, 1, 1, None, None),
     ("reinflow", "sd3.5-medium"): (4, None, None, None, None),
     ("dsrl", "sd3.5-medium"): (None, None, None, 3e-4, None),
+    # of language models, with fewer steps and other learning rates here
+    ("trace_rl", "amused/amused-256"): (None, 8, 1, None, 1.0),
+    ("diffu_grpo", "amused/amused-256"): (None, 6, None, None, None),
+    ("unigrpo", "amused/amused-256"): (12, 9, None, None, 1.0),
+    ("masked_ce", "amused/amused-256"): (None, None, None, None, None),
 }
 
 

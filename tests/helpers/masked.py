@@ -1,9 +1,14 @@
 """A masked generator of sixteen tokens, small enough to train in seconds."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
 import flowrl
+from flowrl.rollouts.roll_out import roll_out as rolled_out
+from flowrl.runtime.ledger import Ledger
+from flowrl.types import PromptBatch
 
 PLACES, VALUES = (4, 4), 5  # the mask token is 5
 PROMPTS = ["zero", "one", "two"]
@@ -37,6 +42,15 @@ def policy(seed=0, **options):
     return flowrl.load_policy(
         TokenNet(), shape=PLACES, kind="tokens", mask=VALUES, cond=cond, empty="", **options
     )
+
+
+def roll_out(own, algorithm, *, copies=2, prompts=3, sampler=None, steps=3):
+    """A rollout of the first prompts in iteration 0, `copies` samples of each."""
+    sampler = sampler or SimpleNamespace(eta=1.0, init_noise="group")
+    path = algorithm.plan(own.schedule(steps).sigmas, sampler=sampler, iteration=0, seed=0)
+    batch = PromptBatch(text=PROMPTS[:prompts], ids=torch.arange(prompts), meta=[{}] * prompts)
+    how = {"guidance": "none", "seed": 0, "iteration": 0, "micro": 64, "ledger": Ledger()}
+    return rolled_out(own, batch, path, group=copies, **how)
 
 
 @flowrl.reward(scale="share of the tokens that are the prompt's number")

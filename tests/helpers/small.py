@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import diffusers
+import methods_by_kind
 import torch
 import transformers
 from typer.testing import CliRunner
@@ -61,6 +62,7 @@ NEEDED = {
     "sft": ["data.offline=media", "reward.jpeg.weight=0"],
     "opd": [f"{TAUGHT}.model=shapes-sd3", f"{TAUGHT}.guidance=none", "reward.jpeg.weight=0"],
 }
+TOKENS = "model=package:flowrl.shapes/masked"  # the embedded masked generator
 CHANGING = ("time/", "memory/", "mfu")  # metrics that depend on the machine
 
 # their handlers would keep the stream of the first command, which is closed after it
@@ -70,8 +72,8 @@ transformers.logging.disable_progress_bar()
 
 
 def needed(algorithm):
-    """The words of NEEDED for a file of configs/algorithm."""
-    return NEEDED.get(algorithm, [])
+    """The words of NEEDED for a file of configs/algorithm, and of methods on tokens their model."""
+    return [TOKENS] * methods_by_kind.unmasks(algorithm) + NEEDED.get(algorithm, [])
 
 
 def words(output, algorithm="nft", **changes):

@@ -9,6 +9,7 @@ import rounding
 import shipped
 import small_models
 import torch
+from methods_by_kind import on_flows
 from small import NAMED
 
 import flowrl
@@ -36,7 +37,7 @@ def test_every_method_meets_every_model_precision_and_preset():
     }
     values = {*small_models.names(), *shipped.PRECISIONS, "none", *options("memory")}
     assert {(method, one) for _, method, one in met} == {
-        (method, one) for method in options("algorithm") for one in values
+        (method, one) for method in on_flows() for one in values
     }
     assert all({*shipped.FULL} < {*shipped.methods_of(cell)} for cell in cells)
     first = cells[: len(small_models.names())]

@@ -79,7 +79,11 @@ INLINE = re.compile(r"`(flowrl (?:train|show|budget) [^`]*)`")  # also over the 
 def test_commands_of_another_model_name_its_prompts_and_its_reward():
     fenced = [" ".join(words) for page in PAGES.items() for _, words, _ in started(*page)]
     inline = [text for page in PAGES.values() for text in INLINE.findall(page)]
-    runs = [text for text in (*fenced, *inline) if re.search(r"(?<!\.)model=(?!shapes-)", text)]
+    runs = [
+        text
+        for text in (*fenced, *inline)
+        if re.search(r"(?<!\.)model=(?!shapes-|package:flowrl)", text)
+    ]
     runs = [text for text in runs if "algorithm=" in text or "data" in text or "train" in text]
     assert len(runs) > 40
     for text in runs:

@@ -1,4 +1,4 @@
-"""Methods on finished samples of masked generators: some tokens are masked again and scored.
+"""Finished samples of masked generators, some of whose tokens are masked again and scored.
 
     log p_i(x_i | x with the places of M masked, prompt)      for each i of M
 
@@ -6,18 +6,16 @@ stands in for the log-likelihood of a sample x, whose own steps are not read. Th
 clipped ratio of each masked token, at the same masks for the trained, the old and the reference
 policy. With all places masked it is diffu-GRPO (d1, arXiv:2504.12216), with several shares of them
 UniGRPO (MMaDA, arXiv:2505.15809). clip=null leaves the ratio out: its gradient, -A grad log p, is
-that of the masked cross-entropy with which such models are pretrained, weighted by advantages.
+that of the masked cross-entropy with which such models are pretrained (MaskGIT, arXiv:2202.04200),
+weighted by advantages.
 
-Masks are drawn once, as functions of names, and stored in a column: no policy draws them again. A
-method of one's own, by its place:
-
-    algorithm.name=scripts/examples/remask.py:Remask algorithm.mask=ramp algorithm.draws=6
-
-docs/masked.md has the settings of the three methods, and how they differ from papers and code.
+Masks are drawn once, as functions of names, and stored in a column: no policy draws them again.
+Each has a page in docs/algorithms, which says how it differs from its paper and code.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Literal
 
 import torch
@@ -34,11 +32,12 @@ from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 
 class RemaskConfig(base.Credit, base.Anchor):
-    order: Literal["random_order", "confidence"] = Field(
+    sde: Literal["random_order", "confidence"] = Field(
         "random_order",
         description=(
-            "Order in which rollouts unmask tokens: at random, with sampler.eta the temperature of"
-            " tokens, or by confidence, with sampler.eta the first temperature of the choice."
+            "The step of rollouts, which reveals tokens: in random order, with sampler.eta the"
+            " temperature of tokens, or by confidence, with sampler.eta the first temperature of"
+            " the choice."
         ),
     )
     mask: Literal["all", "ramp", "cosine"] = Field(
@@ -70,24 +69,31 @@ class Remask(base.Anchored):
     def __init__(self, config: RemaskConfig):
         super().__init__(config)
         self.rescored = config.clip is not None
-        self.needs = frozenset(self.anchor_needs() | ({"log_prob"} if self.rescored else set()))
+        ratio = {"log_prob"} if self.rescored else set()
+        self.needs = frozenset({"leaves"} | ratio | self.anchor_needs())
         self.clip_size = min(config.clip or (self.clip_size,))
 
     def plan(self, sigmas: Tensor, *, sampler: base.Sampler, iteration: int, seed: int) -> Plan:
-        return plans.unmask(sigmas, eta=sampler.eta, sde=self.config.order, init=sampler.init_noise)
+        plan = plans.unmask(sigmas, eta=sampler.eta, sde=self.config.sde, init=sampler.init_noise)
+        # no step is trained, so that only finished samples are kept
+        return dataclasses.replace(plan, trained=torch.zeros_like(plan.trained))
 
     def check(self, plan: Plan) -> None:
         self.check_anchor()
 
+    def draws(self, plan: Plan) -> int:
+        """How many times a sample is masked again."""
+        return self.config.draws
+
     def most_rows(self, plan: Plan, group: int) -> int:
-        return self.config.draws * min(group, self.config.keep or group)
+        return self.draws(plan) * min(group, self.config.keep or group)
 
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
         """One row for each sample and draw. masked: (n, places) bool, the tokens that are masked
         again; weight: of each token, 1 over their number, so that every row has weight 1."""
-        draws = self.config.draws
+        draws = self.draws(rollout.plan)
         leaf = torch.nonzero(has_signal(advantages)).flatten().repeat_interleave(draws)
         draw = torch.arange(draws, device=leaf.device).repeat(len(leaf) // draws)
         names = keys.key("remask", seed, iteration, rollout.leaf_key[leaf], draw)
@@ -127,7 +133,7 @@ class Remask(base.Anchored):
             x, share, rollout.cond, batch.prompt, guidance=rollout.guidance
         ).float()
         # tokens have the temperature at which the rollout drew them
-        level = float(rollout.plan.eta[0]) if self.config.order == "random_order" else 1.0
+        level = float(rollout.plan.eta[0]) if self.config.sde == "random_order" else 1.0
         return random_order.transition(logits, x, share, torch.zeros_like(share), eta=level)
 
     def score(
@@ -161,3 +167,6 @@ class Remask(base.Anchored):
     def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
         step = self.step(policy, rollout, batch)
         return (batch.weight * step.log_prob(rollout.at(batch.state), reduction="none")).sum(1)
+
+
+ALGORITHM = Remask
