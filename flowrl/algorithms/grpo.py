@@ -19,7 +19,12 @@ from torch import Tensor
 
 from flowrl.algorithms.common import base, transitions
 from flowrl.algorithms.common.step_weight import pulls, step_weight
-from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig, is_learned
+from flowrl.algorithms.common.transition_config import (
+    FORKING,
+    TransitionConfig,
+    is_learned,
+    of_gaussian,
+)
 from flowrl.runtime.rule import Rule, read_with
 from flowrl.samplers import sde
 from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
@@ -80,6 +85,15 @@ class GRPOConfig(TransitionConfig):
 
     rules: ClassVar[tuple[Rule, ...]] = (
         *TransitionConfig.rules,
+        of_gaussian("ratio", "guard"),
+        of_gaussian("step_weight", "noise", "jacobian", "inverse_lambda"),
+        of_gaussian("trust.threshold"),
+        Rule(
+            ("algorithm.ratio", "algorithm.sde"),
+            "{0} compares the tokens of masked generators, and {1} is a step of flows; use"
+            " algorithm.ratio=ppo",
+            when=lambda ratio, step: ratio == "token" and step not in sde.UNMASKING,
+        ),
         Rule(
             ("algorithm.clip", "algorithm.trust.threshold"),
             "{1} takes its place",
@@ -102,28 +116,6 @@ class GRPOConfig(TransitionConfig):
     @property
     def by_place(self) -> bool:
         return self.ratio == "token"
-
-    @model_validator(mode="after")
-    def check_tokens(self) -> GRPOConfig:
-        if self.sde not in sde.UNMASKING:
-            if self.ratio == "token":
-                raise ValueError(
-                    f"algorithm.ratio=token compares tokens of masked generators, and"
-                    f" sde={self.sde} is a step of flows; use ratio=ppo"
-                )
-            return self
-        gaussian = {
-            "ratio=guard": self.ratio == "guard",
-            f"step_weight={self.step_weight}": self.step_weight not in ("none", "inverse_step"),
-            f"trust.threshold={self.trust.threshold}": self.trust.threshold is not None,
-        }
-        for option, chosen in gaussian.items():
-            if chosen:
-                raise ValueError(
-                    f"algorithm.{option} reads the Gaussian noise of a step, and sde={self.sde}"
-                    " draws tokens; leave it out"
-                )
-        return self
 
     @model_validator(mode="after")
     def check_ratio(self) -> GRPOConfig:

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from flowrl.config.rules import HELP, climbs
 from flowrl.config.training import USES
+from flowrl.runtime import excerpt, registry
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
@@ -265,19 +269,44 @@ def _distilled(source: str, needs: frozenset[str], policy: Any, dataset: Any) ->
     )
 
 
-def _unmasked(trains: bool, model: bool, name: str) -> str:
-    """trains: whether the method trains tokens; model: whether the policy has tokens."""
-    if trains == model:
+def _unmasked(trains: bool, model: bool | None, name: str) -> str:
+    """trains: whether the method trains tokens; model: whether the policy has tokens, None: not
+    known yet."""
+    if model is None or trains == model:
         return ""
     if model:
         return (
-            f"algorithm={name} trains the velocities of flows, and the model is a masked generator,"
-            " which has tokens; use algorithm.name=grpo with algorithm.sde=random_order"
+            f"algorithm={name} trains flows, and the model is a masked generator, whose tokens are"
+            " drawn; use algorithm=trace_rl, diffu_grpo, unigrpo or masked_ce"
         )
     return (
         f"algorithm={name} trains the tokens of masked generators, and the model is a flow; use"
-        " another method, as algorithm=flow_grpo or nft, or load_policy(..., kind='tokens')"
+        " algorithm=flow_grpo or nft, or a masked generator as the model (docs/masked.md)"
     )
+
+
+def has_tokens(source: str) -> bool | None:
+    """Whether a model is a masked generator, by the class of pipeline that its folder's index or
+    configs/architecture names; None: only loading tells."""
+    if registry.is_outside("flowrl.models", source) or registry.is_live(source):
+        return None
+    try:
+        name = str(excerpt.part("flowrl.policy.load", "resolve_source")(source)[0])
+    except ValueError:  # a name of no model, which a rule of its own refuses
+        return None
+    folder: Any = Path(name)
+    if name.startswith("package:"):
+        package, _, inside = name.removeprefix("package:").partition("/")
+        folder = resources.files(package) / inside
+    named = folder / "model_index.json"
+    if named.is_file():
+        texts = [named.read_text(encoding="utf-8")]
+    else:
+        known = (resources.files("flowrl.configs") / "architecture").iterdir()
+        every = [file.read_text(encoding="utf-8") for file in known]
+        texts = [text for text in every if f"\nsource: {name}\n" in f"\n{text}"]
+    classes = [re.search(r'^(?:pipeline:|\s*"_class_name":) "?(\w+)', t, re.M) for t in texts]
+    return next((found[1].startswith("Amused") for found in classes if found), None)
 
 
 def _few_images(images: int, held_out: Sequence[Mapping[str, Any]], field: str) -> str:
@@ -498,6 +527,16 @@ RULES = (
     Rule(("eval.images", "held_out", "data.domain"), _few_images, kind="warn"),
     # rules on the policy and the plan
     Rule(("method.unmasks", "policy.unmasks", "algorithm.label"), _unmasked),
+    Rule(
+        ("method.unmasks", "model.source", "algorithm.label"),
+        lambda trains, source, name: _unmasked(trains, has_tokens(source), name),
+    ),
+    Rule(
+        ("method.unmasks", "reward", "algorithm.label"),
+        "algorithm={algorithm.label} trains tokens, which are drawn, and the gradient of a reward"
+        " cannot pass through them; leave its mode=grad out",
+        when=lambda trains, rewards, _: trains and climbs(rewards, frozenset()),
+    ),
     Rule(("model.source", "method.needs", "policy", "dataset"), _distilled, kind="warn"),
     Rule(
         ("replay.size", "batch.prompts", "batch.group", "policy.latent_shape"),

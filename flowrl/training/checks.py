@@ -54,13 +54,8 @@ def check_media(rewards: RewardSet, algorithm: Algorithm, policy: Policy) -> Non
     check_comparable(rewards.features, policy)
     if rewards.detectors:
         rewards.detectors.check((1, *media_shape(policy)))
-    if rewards.climbers or "reward" in algorithm.needs:
-        if policy.unmasks:
-            raise ValueError(
-                "the gradient of a reward cannot pass through tokens, which are drawn; with a"
-                " masked generator use algorithm.name=grpo with algorithm.sde=random_order, and no"
-                " reward with mode=grad"
-            )
+    # rules refuse gradients and methods of flows where tokens are drawn
+    if (rewards.climbers or "reward" in algorithm.needs) and not policy.unmasks:
         check_decoder(policy)
 
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 from pathlib import Path
-from types import SimpleNamespace
 
 import masked
 import pytest
@@ -12,26 +11,15 @@ import torch
 import flowrl
 from flowrl.algorithms.grpo import GRPO, GRPOConfig
 from flowrl.config.compose import ConfigError
-from flowrl.rollouts.roll_out import roll_out
-from flowrl.runtime.ledger import Ledger
-from flowrl.training.checks import check_media
 from flowrl.training.loop import Trainer
-from flowrl.types import PromptBatch
 
 TOKENS = {"name": "grpo", "sde": "random_order", "ratio": "token", "clip": [0.2, 0.2]}
-
-
-class Sampling:
-    eta, init_noise = 1.0, "group"
 
 
 def prepared(own, **options):
     """(algorithm, rollout, its rows) of two samples of each prompt, one with advantage 1."""
     algorithm = GRPO(GRPOConfig(sde="random_order", **options))
-    path = algorithm.plan(own.schedule(3).sigmas, sampler=Sampling, iteration=0, seed=0)
-    batch = PromptBatch(text=masked.PROMPTS, ids=torch.arange(3), meta=[{}] * 3)
-    how = {"guidance": "none", "seed": 0, "iteration": 0, "micro": 64, "ledger": Ledger()}
-    made = roll_out(own, batch, path, group=2, **how)
+    made = masked.roll_out(own, algorithm)
     advantages = algorithm.advantages(made, torch.tensor([1.0, -1.0] * 3))
     return algorithm, made, algorithm.columns(made, advantages, seed=0, iteration=0)
 
@@ -99,22 +87,6 @@ def test_the_kl_of_tokens_to_themselves_is_zero_and_grows_as_they_move(ratio):
 # ------------------------------------------------------------- what is refused
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"sde": "flow_sde"}, "ratio=token compares tokens of masked generators, and sde=flow_sde"),
-        ({"plan": "window"}, "plan=window walks some steps without noise"),
-        ({"ratio": "guard"}, "algorithm.ratio=guard reads the Gaussian noise"),
-        ({"ratio": "ppo", "step_weight": "noise"}, "step_weight=noise reads the Gaussian noise"),
-        ({"ratio": "ppo", "trust": {"threshold": 0.01}}, "trust.threshold=0.01 reads"),
-        ({"kl": "velocity", "kl_weight": 0.1}, "kl=velocity is a distance of latents"),
-    ],
-)
-def test_options_of_gaussian_steps_are_refused(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        GRPOConfig(**{"sde": "random_order", "ratio": "token", **options})
-
-
 def settings(output, **changes):
     return {
         "algorithm": TOKENS,
@@ -133,10 +105,22 @@ def settings(output, **changes):
 LIVE = {"rewards": masked.counted, "prompts": {"train": masked.PROMPTS, "eval": masked.PROMPTS}}
 
 
-@pytest.mark.parametrize("name", ("nft", "ddpo"))
+@flowrl.reward(scale="mean of the tokens", differentiable=True)
+def smooth(media, prompts, context=None):
+    return media.flatten(1).mean(1)
+
+
+@pytest.mark.parametrize("name", ("nft", "ddpo", "draft"))
 def test_methods_on_velocities_refuse_tokens(name, tmp_path):
-    with pytest.raises(ConfigError, match=f"algorithm={name} trains the velocities of flows"):
-        Trainer(settings(tmp_path / "run", algorithm=name), policy=masked.policy(), **LIVE)
+    live = LIVE | {"rewards": smooth}
+    with pytest.raises(ConfigError, match=f"algorithm={name} trains flows, and the model"):
+        Trainer(settings(tmp_path / "run", algorithm=name), policy=masked.policy(), **live)
+
+
+def test_methods_on_tokens_refuse_gradients_of_rewards(tmp_path):
+    live = LIVE | {"rewards": {"smooth": {"reward": smooth, "mode": "grad"}, "c": masked.counted}}
+    with pytest.raises(ConfigError, match="the gradient of a reward cannot pass through them"):
+        Trainer(settings(tmp_path / "run"), policy=masked.policy(), **live)
 
 
 def test_methods_on_tokens_refuse_flows(tmp_path):
@@ -148,13 +132,6 @@ def test_methods_on_tokens_refuse_flows(tmp_path):
             sampler__eta="1",
             algorithm__kl="exact",
         )
-
-
-def test_gradients_of_rewards_do_not_pass_through_tokens():
-    rewards = SimpleNamespace(features=None, detectors=None, climbers=["counted"])
-    method = SimpleNamespace(needs=frozenset())
-    with pytest.raises(ValueError, match="gradient of a reward cannot pass through tokens"):
-        check_media(rewards, method, masked.policy())
 
 
 # ------------------------------------------------------------- runs

@@ -1,9 +1,11 @@
 """Which words a start refuses, with which sentence: no model is loaded, and nothing is written."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
+import methods_by_kind
 import pytest
 import small
 
@@ -29,6 +31,7 @@ ALIKE = "diversity.features=shapes diversity.redundancy=3 diversity.entropy=0.5"
 ENTROPY = "diversity.features=shapes diversity.entropy=0.5"
 ANCHORED = "anchor.data.weight=0.1 anchor.data.source=media"
 OFFLINE = "data.offline=scored"
+TOKENS = f"algorithm=trace_rl {small.TOKENS}"
 NAMED = {"method", "processes", "rewards", "prompts", "files", "dataset"}  # facts beside words
 NAMED |= {"masks", "anchored", "policy", "plan", "spare", "held_out", "validation"}
 
@@ -107,6 +110,21 @@ FURTHER = [  # of a start: over words, and over what they name
     ("algorithm=raft algorithm.reference=reset", "reference=reset is read only with algorithm.kl"),
     ("algorithm=nft algorithm.error=eps", "algorithm.error=eps has no effect"),
     ("algorithm=raft algorithm.first=1", "algorithm.first and range choose levels of the schedule"),
+    # steps that draw tokens
+    ("algorithm=trace_rl", "trace_rl trains the tokens of masked generators, and the model is a f"),
+    (f"{TOKENS} reward.tiling.mode=grad", "algorithm=trace_rl trains tokens, which are drawn, and"),
+    (f"{TOKENS} algorithm.plan=window", "algorithm.plan=window is of steps with Gaussian noise"),
+    (f"{TOKENS} algorithm.kl=velocity", "algorithm.kl=velocity is of steps with Gaussian noise"),
+    (f"{TOKENS} algorithm.ratio=guard", "algorithm.ratio=guard is of steps with Gaussian noise"),
+    (f"{TOKENS} algorithm.step_weight=noise", "algorithm.step_weight=noise is of steps with Gau"),
+    (
+        f"{TOKENS} algorithm.ratio=ppo algorithm.trust.threshold=0.01",
+        "trust.threshold=0.01 is of steps with Gaussian noise, and those of algorithm.sde=random",
+    ),
+    (
+        "algorithm=flow_grpo algorithm.ratio=token",
+        "algorithm.ratio=token compares the tokens of masked generators, and algorithm.sde=flow",
+    ),
     # what is trained
     ("algorithm=dsrl train.parts=[denoiser]", "trains initial_noise, which train.parts"),
     ("algorithm=dsrl train.parts=[denoiser,initial_noise]", "leaves the network as it is"),
@@ -184,7 +202,8 @@ def refusal(words):
         facts.learn(rewards=replace(load_set(cfg.reward), domain_field=cfg.data.domain))
         facts.learn(prompts=load_prompts(cfg.data.train), dataset=None, files=[], masks=[])
         facts.learn(anchored=NO_MEDIA, validation=NO_MEDIA)
-        grid = sigmas.shifted(cfg.sampler.steps, 3)
+        steps = cfg.sampler.steps
+        grid = sigmas.unmasking(64, steps) if algorithm.unmasks else sigmas.shifted(steps, 3)
         plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
         algorithm.check(plan)
         facts.learn(plan=plan)
@@ -211,10 +230,42 @@ def test_words_that_do_not_go_together_are_refused_in_a_sentence(words, sentence
         "algorithm=draft reward.jpeg=0 reward.tiling=1 diversity.features=shapes",
         f"algorithm=rwr {ENTROPY}",
         f"algorithm=nft {ENTROPY} diversity.novelty=1",
+        TOKENS,
+        f"{TOKENS} algorithm.step_weight=inverse_step",
+        f"algorithm=masked_ce {small.TOKENS} replay.size=2",
     ],
 )
 def test_what_goes_together_is_not_refused(words):
     assert refusal(words) == ""
+
+
+@pytest.mark.parametrize("method", ("nft", "flow_grpo", "draft"))
+def test_a_folder_of_a_masked_generator_is_refused_for_methods_of_flows(method, tmp_path):
+    """By the class in its index, before anything loads; the methods that are named are all of them
+    that fit."""
+    index = '{\n  "_class_name": "AmusedPipeline",\n  "vqvae": ["diffusers", "VQModel"]\n}'
+    (tmp_path / "model_index.json").write_text(index)
+    said = refusal(f"algorithm={method} model={tmp_path} data=ocr")
+    assert f"algorithm={method} trains flows, and the model is a masked generator" in said
+    named = re.split(", | or ", said.partition("; use algorithm=")[2].splitlines()[0])
+    assert sorted(named) == methods_by_kind.on_tokens()
+    fits = named[0]
+    assert refusal(f"algorithm={fits} model={tmp_path} data=ocr") == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "tokens"),
+    [
+        ("shapes-sd3", False),
+        ("flux.1-dev", False),  # by configs/architecture
+        ("amused/amused-256", None),
+        ("no-such-model", None),
+        ("tests/file.py:policy", None),
+        ("live:Net", None),
+    ],
+)
+def test_a_model_is_known_to_have_tokens_where_its_words_tell(source, tokens):
+    assert run_rules.has_tokens(source) is tokens
 
 
 def test_all_that_is_wrong_is_said_at_once():

@@ -166,8 +166,22 @@ def prunable(plan: Plan, splits: tuple[int, ...]) -> int:
     return int(plan.depth[plan.trained].max()) + 1 - max(splits)
 
 
+def of_gaussian(setting: str, *values: object) -> Rule:
+    """Refuse values of a setting (none: all but null) where steps draw tokens: they read the
+    Gaussian noise of a step, or its velocity."""
+    return Rule(
+        (f"algorithm.{setting}", "algorithm.sde"),
+        "{0} is of steps with Gaussian noise, and those of {1} draw tokens; leave it out",
+        when=lambda value, step: (
+            step in sde.UNMASKING and (value in values if values else value is not None)
+        ),
+    )
+
+
 PRUNED = ("algorithm.prune.depth", "plan", "algorithm.tree.splits", "algorithm.plan")
 RULES = (
+    of_gaussian("plan", "window", *FORKING),
+    of_gaussian("kl", *GAUSSIAN_KL),
     Rule(
         ("draw.mode", "algorithm.plan"),
         "{0} chooses whole samples, and plan={algorithm.plan} forks; use draw.mode=refill or once",
@@ -342,22 +356,6 @@ class TransitionConfig(base.Credit, base.Anchor):
             raise ValueError(
                 f"algorithm.sde={self.sde} takes noise that a policy learned, which this method"
                 " does not train; use algorithm=reinflow"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def check_unmasking(self) -> TransitionConfig:
-        if self.sde not in sde.UNMASKING:
-            return self
-        if self.plan != "full":
-            raise ValueError(
-                f"algorithm.plan={self.plan} walks some steps without noise, and every step of"
-                f" sde={self.sde} draws tokens; use plan=full"
-            )
-        if self.kl_weight and self.kl in GAUSSIAN_KL:
-            raise ValueError(
-                f"algorithm.kl={self.kl} is a distance of latents, and sde={self.sde} has tokens;"
-                " use kl=exact"
             )
         return self
 
