@@ -19,7 +19,7 @@ The field of a setting declares the other settings beside which it is read:
     rate: Annotated[float, read_when("algorithm.window.schedule", "geometric")] = Field(0.1, ...)
 
 Such conditions join with & and |. On a section they hold for all of its settings. Start-up warns of
-settings that were given without effect, and docs/configuration.md shows the conditions.
+settings that were given without effect, and docs/configuration shows the conditions.
 """
 
 from __future__ import annotations

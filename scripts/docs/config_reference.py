@@ -1,7 +1,7 @@
-"""Write docs/configuration.md from the schemas: every key with its default, what it accepts, its
-meaning, and under which other settings it is read.
+"""Write docs/configuration/ from the schemas, a page for each section: every key with its default,
+what it accepts, its meaning, and under which other settings it is read.
 
-python scripts/docs/config_reference.py    # a test checks that the page is up to date
+python scripts/docs/config_reference.py    # a test checks that the pages are up to date
 """
 
 from __future__ import annotations
@@ -25,23 +25,19 @@ from flowrl.rewards import reward_class
 from flowrl.runtime.registry import choices
 from flowrl.runtime.rule import as_yaml, conditions
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
-HEAD = """# Configuration
-
-<!-- Written by scripts/docs/config_reference.py from the schemas; edit the descriptions there. -->
-
-A run is described by one tree of keys. It is put together in this order, later wins:
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "configuration"
+WRITTEN = "<!-- Written by scripts/docs/config_reference.py; descriptions stand in the schemas. -->"
+HEAD = """A run is described by one tree of keys. It is put together in this order, later wins:
 
 ```text
-schema (the defaults below) <- model <- memory <- data <- reward <- algorithm
+schema (the defaults of the sections) <- model <- memory <- data <- reward <- algorithm
     <- experiment <- a YAML file <- command line
 ```
 
 `model=`, `memory=` (what fits a card of 24, 40 or 80 GB), `data=`, `reward=`, `algorithm=` and
 `experiment=` choose a file of `configs/`, which states only what differs from the schema; any other
 `key.sub=value` sets one value. `flowrl list` shows what can be chosen and `flowrl show` prints the
-result without running it. A run goes by the name of its file of `configs/algorithm`, or of what
-`algorithm.label=NAME` says:
+result without running it:
 
 ```bash
 flowrl show experiment=quickstart optimizer.lr=5e-4
@@ -50,22 +46,29 @@ flowrl show model=sd3.5-medium algorithm=flow_grpo reward=clip data=ocr --diff
 flowrl train model=sd3.5-medium algorithm=flow_grpo reward=clip data=ocr --dry-run
 ```
 
-`--diff` prints only what differs from the defaults, as `KEY=VALUE  # the default`; with a second
-file, experiment or run, what differs from that: `flowrl show mine.yaml runs/old --diff`.
-`--dry-run` does all that a start does before its first evaluation (it loads model, rewards and
-prompts, checks them, and tries the rewards on a few samples), says what would run, and leaves no
-run folder.
+`--diff` prints only what differs from the defaults, as `KEY=VALUE  # the default`. With a second
+file, experiment or run it prints what differs from that: `flowrl show mine.yaml runs/old --diff`.
+`--dry-run` does all that a start does before its first evaluation: it loads model, rewards and
+prompts, checks them, and tries the rewards on a few samples. It then says what would run, and
+leaves no run folder.
 
 `flowrl init` asks four questions (model, reward, prompts, memory of the card) and writes
 `run.yaml`, a config with comments: `flowrl train run.yaml` runs it. Answers can be options, and
 `--yes` takes defaults for the rest: `flowrl init mine.yaml --model sdxl --yes`.
 
-Prompts and rewards have defaults, `data=shapes reward=shapes`, with the embedded models alone. With
-any other model, by name, path or hub id, `train`, `show` and `budget` ask for both: nobody means to
-train it on toy prompts, and what its rewards hold in memory is part of its budget. Prompts and
-rewards that a script hands to `flowrl.train` count.
+## Sections
 
-Words of the command line have the grammar of Hydra:
+Each section has a page with its keys. The defaults there are those of the schema; the files of
+`configs/model` and `configs/algorithm` change some of them. "Read with" says under which other
+settings a key has an effect; a run that sets it under others says so when it starts.
+
+SECTIONS
+
+Two rules tie numbers together: `batch.prompts` divides by processes x `batch.updates`, and
+`batch.group` is a multiple of the samples that one copy of the sampling plan ends in (1, unless
+[its trajectories fork](../algorithms/index.md#cost)).
+
+## On the command line
 
 | word | what it does |
 |---|---|
@@ -77,7 +80,21 @@ Words of the command line have the grammar of Hydra:
 | `+model.pipeline.width=512` | add a key, and be refused if it is there; `++` sets it in any case |
 | `'train.parts=[denoiser,text_encoder]'` | a list; the shell wants quotes around brackets |
 
-In a YAML file the list `defaults` chooses files of `configs/`, and the sections below it win:
+The words have the grammar of Hydra. A setting that is a text takes what is written, without quotes:
+`output=1980`, `model.pipeline.negative_prompt=no, blurry`, `reward.x.question=# of dogs?`. Other
+values are a number, `true`, `false`, `null`, a text, `[a, b]` or `{a: b}`. `null` means "none",
+also for a text that may be none.
+
+Prompts and rewards have defaults, `data=shapes reward=shapes`, with the embedded models alone. With
+any other model `train`, `show` and `budget` ask for both: nobody means to train it on toy prompts,
+and the memory of the rewards is part of the budget. Prompts and rewards that a script hands to
+`flowrl.train` count.
+
+A run takes the name of its file of `configs/algorithm`, or of what `algorithm.label=NAME` says.
+
+## In a YAML file
+
+The list `defaults` chooses files of `configs/`, and the sections below it win:
 
 ```yaml
 defaults: [{override /model: sd3.5-medium}, {override /algorithm: nft}, {override /reward: null}]
@@ -85,45 +102,64 @@ reward: {clip: 1.0}
 batch: {group: 16}
 ```
 
+YAML decides what a value is: put texts that look like something else in quotes. A file holds at
+most 1 MB, 50 levels, each key once, and 10,000 values with its aliases written out (from OmegaConf
+2.4 on).
+
+In paths, `~` and variables of the environment (`$DATA/prompts.txt`) are written out everywhere: in
+settings, options of commands, lists and settings of rewards. `${key}` is another key's value, and a
+file that a list names lies relative to the list.
+
+## Several seeds or values
+
 A run takes one value of each setting. Several seeds, or values to compare, are several runs, each
-with a folder of its own: `-m` and `seed=0,1` are answered with the first line, other values with a
-loop. [Comparing runs](comparing.md) puts them side by side.
+with a folder of its own. [Comparing runs](../comparing.md) puts them side by side.
 
 ```bash
 flowrl train experiment=quickstart output=runs/quickstart --seeds 0,1,2
 for v in 1e-4 3e-4; do flowrl train experiment=quickstart optimizer.lr=$v output=runs/lr-$v; done
 ```
 
-An unknown key, option or value stops with a sentence that names the nearest valid ones, or what a
-name of TRL, kohya's scripts, SimpleTuner or diffusers is called here (exit code 2), and nothing is
-written. Words are judged before torch is imported. A YAML file holds at most 1 MB, 50 levels, each
-key once, and 10,000 values with its aliases written out (from OmegaConf 2.4 on).
+## What is refused
 
-A value that is empty is refused, as that of `output=$RUN` where the variable is unset; so are empty
-options (`--resume ""`) and an empty text in a file or a script where a setting may be none.
-`output=null` says none.
+An unknown key, option or value stops with exit code 2 before torch is imported, and nothing is
+written. The sentence names the nearest valid ones, or what a name of TRL, kohya's scripts,
+SimpleTuner or diffusers is called here.
 
-No command loses its work to printing: a character that the console does not have is printed as an
-escape (`\\u5706`), what nobody reads any more (`| head`, a closed terminal) is dropped and the
-command goes on, and files are UTF-8 whatever the console is.
+An empty value is refused, as that of `output=$RUN` where the variable is unset. So are empty
+options (`--resume ""`), and an empty text in a file or a script where a setting may be none;
+`output=null` says none. [What does not go together](together.md) lists the settings that exclude
+each other.
 
-On the command line a setting that is a text takes what is written, without quotes: `output=1980`,
-`model.pipeline.negative_prompt=no, blurry`, `reward.x.question=# of dogs?`. Elsewhere a value is a
-number, `true`, `false`, `null`, a text, `[a, b]` or `{a: b}`; `null` is none also for a text that
-may be none. In a YAML file, YAML decides: put texts that look like something else in quotes.
-
-In paths, `~` and variables of the environment (`$DATA/prompts.txt`) are written out everywhere: in
-settings, options of commands, lists and settings of rewards. `${key}` is another key's value, and a
-file that a list names lies relative to the list.
-
-The defaults below are those of the schema; the files of `configs/model` and `configs/algorithm`
-change some of them. "Read with" says under which other settings a key has an effect; a run that
-sets it under others says so when it starts.
-
-Two rules tie numbers together: `batch.prompts` divides by processes x `batch.updates`, and
-`batch.group` is a multiple of the leaves of one copy of the sampling plan (1, unless
-[its trajectories fork](algorithms/index.md#cost)).
+No command loses its work to printing. A character that the console does not have is printed as an
+escape (`\\u5706`). If nobody reads the output any more (`| head`, a closed terminal), the command
+goes on without it. Files are UTF-8 whatever the console is.
 """
+# Section -> the pages that explain what its settings do.
+MORE = {
+    "model": "[Models](../models.md), [Policies](../policies.md)",
+    "data": "[Prompts](../prompts.md), [Conditions](../conditions.md)",
+    "sampler": "[Concepts](../concepts.md)",
+    "batch": "[Cost](../algorithms/index.md#cost), [Out of memory](../out_of_memory.md)",
+    "draw": "[Which prompts are seen](../algorithms/index.md#which-prompts-are-seen)",
+    "diversity": "[Diversity](../diversity.md)",
+    "train": "[Budget](../budget.md), [Many GPUs](../many_gpus.md), [Speed](../performance.md)",
+    "optimizer": "[Updates](../concepts.md#updates-and-micro-batches)",
+    "gradient": "[Combine rewards](../rewards/combine.md#rewards-climbed-by-their-gradient)",
+    "anchor": "[Data beside rollouts](../concepts.md#data-beside-rollouts)",
+    "replay": "[Old samples again](../algorithms/index.md#old-samples-again)",
+    "ema": "[Checkpoints](../checkpoints.md)",
+    "eval": "[Compare runs](../comparing.md), [Suites](../rewards/suites.md)",
+    "checkpoint": "[Checkpoints](../checkpoints.md)",
+    "stop": "[When a run stops](../guards.md)",
+    "watch": "[Reward hacking](../hacking.md)",
+    "guard": "[When a run stops](../guards.md)",
+    "tracking": "[Trackers](../tracking.md)",
+    "run": "[Follow a run](../run_folder.md)",
+    "algorithm": "[Methods](../algorithms/index.md)",
+    "reward": "[Choose a reward](../choose_reward.md), [Rewards](../rewards.md)",
+    "together": "[Troubleshooting](../troubleshooting.md)",
+}
 SHARED: dict[str, type[BaseModel]] = {
     "of every method": Anchor,
     "of methods that compare samples": Credit,
@@ -147,34 +183,51 @@ class Row:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def page() -> str:
-    """The whole page."""
-    return "\n".join((HEAD, *sections(), *algorithms(), *rewards(), *refused_together()))
+def pages() -> dict[str, str]:
+    """File of docs/configuration -> its text: an index, and a page for each section."""
+    parts = dict(sections())
+    lines = [f"* [{title(name)}]({name}.md): {about}" for name, (about, _) in parts.items()]
+    index = f"# Configuration\n\n{WRITTEN}\n\n" + HEAD.replace("SECTIONS", "\n".join(lines))
+    return {"index.md": index} | {
+        f"{name}.md": f"# Configuration: {title(name)}\n\n{WRITTEN}\n\n{about} More about it:"
+        f" {MORE[name]}; [all sections](index.md#sections).\n\n{body}"
+        for name, (about, body) in parts.items()
+    }
 
 
-def sections() -> Iterator[str]:
-    """Every section but algorithm and reward, then the settings that are in none."""
+def title(section: str) -> str:
+    """Title of a section's page: its key, or words where it is none."""
+    return {"run": "the run", "together": "what does not go together"}.get(section, section)
+
+
+def sections() -> Iterator[tuple[str, tuple[str, str]]]:
+    """(file without .md, (what the section is in a sentence, the rest of its page))."""
+    plain = [row for row in rows(Config) if row.key in Config.model_fields]
+    run = table(row for row in plain if row.key not in ("algorithm", "reward"))
+    yield "run", ("Length, seed, folder and trackers of a run.", f"{run}\n")
     for name, field in Config.model_fields.items():
         if is_section(field.annotation):
-            table_ = table(rows(field.annotation, f"{name}."))
-            yield f"## {name}\n\n{field.description}\n\n{table_}\n"
-    plain = [row for row in rows(Config) if row.key in Config.model_fields]
-    yield f"## The run\n\n{table(r for r in plain if r.key not in ('algorithm', 'reward'))}\n"
+            body = table(rows(field.annotation, f"{name}."))
+            yield name, (field.description or "", f"{body}\n")
+    yield "algorithm", ("The method, and its options.", "\n".join(algorithms()))
+    yield "reward", ("Rewards, their weights and their settings.", "\n".join(rewards()))
+    about = "Settings that a start refuses in one run."
+    yield "together", (about, "\n".join(refused_together()))
 
 
 def algorithms() -> Iterator[str]:
     """The options that methods share, then those of each that are new or have another default."""
     yield (
-        "## algorithm\n\n`algorithm=NAME` chooses a file of `configs/algorithm`; its `name` says"
-        " which set of options holds.\n"
+        "`algorithm=NAME` chooses a file of `configs/algorithm`; its `name` says which set of"
+        " options holds.\n"
     )
-    for title, schema in SHARED.items():
+    for title_, schema in SHARED.items():
         above = [other for other in SHARED.values() if other in schema.__mro__[1:]]
         known = [row for other in above for row in rows(other, "algorithm.")]
         shown = (row for row in rows(schema, "algorithm.") if row not in known)
-        yield f"### Options {title}\n\n{table(shown)}\n"
+        yield f"## Options {title_}\n\n{table(shown)}\n"
     for name in choices("flowrl.algorithms"):
-        yield f"### algorithm.name = {name}\n\n{own_options(algorithm_schema(name))}"
+        yield f"## algorithm.name = {name}\n\n{own_options(algorithm_schema(name))}"
 
 
 def own_options(schema: type[BaseModel]) -> str:
@@ -191,20 +244,20 @@ def own_options(schema: type[BaseModel]) -> str:
 
 def rewards() -> Iterator[str]:
     yield (
-        "## reward\n\n`reward.NAME=WEIGHT` gives a weight (0: measured and logged only),"
+        "`reward.NAME=WEIGHT` gives a weight (0: measured and logged only),"
         " `reward.NAME.KEY=VALUE` a setting, `reward.LABEL.name=NAME` another label. They add to"
         " what `reward=` chose, `shapes` by default; `~reward` starts from none.\n"
     )
     for name in choices("flowrl.rewards"):
         reward = reward_class(name)
         table_ = table(rows(reward.Settings, f"reward.{name}."))
-        yield f"### reward.{name}\n\n{reward.scale}.\n\n{table_}\n"
+        yield f"## reward.{name}\n\n{reward.scale}.\n\n{table_}\n"
 
 
 def refused_together() -> Iterator[str]:
     """The rules over words alone, as a start says them."""
     yield (
-        "## What does not go together\n\nA start refuses these in a sentence, before a model is"
+        "A start refuses these in a sentence, before a model is"
         " loaded, and `flowrl budget` proposes none of them. A name stands for any value but the"
         " setting's default:\n"
     )
@@ -289,6 +342,7 @@ def limits(metadata: Sequence[Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
+    FOLDER.mkdir(exist_ok=True)
+    for file, text in pages().items():
+        (FOLDER / file).write_text(text, encoding="utf-8")
+    print(f"wrote {FOLDER}")

@@ -1,7 +1,7 @@
 """Write what pages take from the code or from another page: the table of other trainers' words in
-docs/coming_from.md, docs/metrics.md, docs/papers.md, the rows of docs/recipes.md on the pages of
-docs/train, and on every method's page its plan and, under the equations, the files that compute
-them.
+docs/coming_from.md, docs/metrics.md, docs/papers.md, docs/api.md, docs/commands.md, the rows of
+docs/recipes.md on the pages of docs/train, and on every method's page its plan and, under the
+equations, the files that compute them.
 
 python scripts/docs/from_code.py    # a test checks that the pages are up to date
 """
@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 
 import plans
+import reference_pages
 import yaml
 
 from flowrl.config import build, schema
@@ -117,6 +118,8 @@ def pages() -> dict[Path, str]:
     out = {page: TABLE.sub(lambda _: words(), page.read_text(encoding="utf-8"))}
     out[ROOT / "docs" / "metrics.md"] = metrics()
     out[ROOT / "docs" / "papers.md"] = papers()
+    out[ROOT / "docs" / "api.md"] = reference_pages.api()
+    out[ROOT / "docs" / "commands.md"] = reference_pages.commands()
     for page in sorted((ROOT / "docs" / "train").glob("*.md")):
         out[page] = recipes(page.read_text(encoding="utf-8"))
     for name in schema.options("algorithm"):

@@ -18,12 +18,15 @@ import pytest
 import small
 import torch
 import yaml
+from changelog import with_changelog
 from pages import OURS, PAGES, ROOT, blocks, commands
+from reference_pages import prose
 from toy import ToyPolicy, advantages_of, rewards_of, roll_out
 
 import flowrl
 from flowrl.algorithms import TransitionMethod
 from flowrl.algorithms.common.planning import window_start, windowed
+from flowrl.cli.main import COMMANDS
 from flowrl.config import build, load, schema
 from flowrl.samplers import sigmas
 
@@ -36,7 +39,7 @@ ALGORITHMS = schema.options("algorithm")
 
 
 def test_pages_have_snippets_where_they_are_expected():
-    assert {"README.md", "docs/quickstart.md", "docs/rewards.md"} <= {
+    assert {"README.md", "docs/quickstart.md", "docs/rewards/write.md"} <= {
         where.split(":")[0] for where in RUN
     }
     assert len(PYTHON) >= len(RUN) >= 6
@@ -220,16 +223,24 @@ def test_the_reference_says_in_words_what_a_key_accepts(key, said):
     assert reference.accepts(field.annotation, field.metadata) == said
 
 
-def test_the_configuration_page_is_what_the_schemas_say():
-    assert PAGES["docs/configuration.md"] == reference.page(), (
-        "run: python scripts/docs/config_reference.py"
-    )
+def test_the_configuration_pages_are_what_the_schemas_say():
+    made = {f"docs/configuration/{file}": text for file, text in reference.pages().items()}
+    there = {page: text for page, text in PAGES.items() if page.startswith("docs/configuration")}
+    assert there == made, "run: python scripts/docs/config_reference.py"
     for key in load.flatten(load.load_config("quickstart").model_dump(mode="json")):
+        section = key.split(".")[0] if "." in key else "run"
         assert (
-            f"`{key}`" in PAGES["docs/configuration.md"]
-            or key.split(".")[0] in ("reward", "algorithm")
+            section in ("reward", "algorithm")
+            or f"`{key}`" in PAGES[f"docs/configuration/{section}.md"]
             or "pipeline" in key
         )
+
+
+def test_every_section_of_the_configuration_has_a_page_that_names_others():
+    sections = {name for name, _ in reference.sections()}
+    assert sections == reference.MORE.keys() and {"run", "model", "reward", "together"} <= sections
+    for name in sections:
+        assert f"({name}.md)" in PAGES["docs/configuration/index.md"]
 
 
 @pytest.mark.parametrize(
@@ -238,10 +249,10 @@ def test_the_configuration_page_is_what_the_schemas_say():
 def test_shared_and_own_tables_together_are_an_algorithms_options(name):
     """Each option stands once with the default that holds: in the algorithm's own table, or in one
     of those that it names."""
-    page = PAGES["docs/configuration.md"]
-    section = page.split(f"### algorithm.name = {name}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    page = PAGES["docs/configuration/algorithm.md"]
+    section = page.split(f"## algorithm.name = {name}\n")[1].split("\n## ")[0]
     shared = [
-        page.split(f"### Options {title}\n")[1].split("\n### ")[0]
+        page.split(f"## Options {title}\n")[1].split("\n## ")[0]
         for title in re.findall(r"\[(of [\w ]+)\]\(#", section)
     ]
     alone = dict.fromkeys(("dsrl", "neighbor", "opd", "reward_gradient"), 1) | {"remask": 2}
@@ -250,6 +261,56 @@ def test_shared_and_own_tables_together_are_an_algorithms_options(name):
     said = dict(row for table in [*shared, section] for row in cells.findall(table))
     options = reference.rows(schema.algorithm_schema(name), "algorithm.")
     assert said == {row.key: row.default for row in options}
+
+
+def test_every_method_stands_once_in_the_taxonomy():
+    families = PAGES["docs/which_method.md"].split("## Taxonomy\n")[1]
+    named = re.findall(r"\[`(\w+)`\]\(algorithms/\1\.md\)", families)
+    assert sorted(named) == sorted(ALGORITHMS)
+
+
+# --- pages that are made from code
+
+
+def test_the_python_page_has_every_public_name_with_what_its_docstring_says():
+    page = PAGES["docs/api.md"]
+    names = re.findall(r"^### flowrl\.(\w+)$", page, re.M)
+    assert sorted([*names, "__version__"]) == flowrl.__all__
+    assert "    steps: int = 28,\n" in page and "    **pipeline_kwargs: Any\n) -> Policy" in page
+    assert "\n* `resume`: the folder of a run.\n" in page and "| `velocity` | Predict v" in page
+    assert "    stopped: str | None = None  # reason" in page  # a field with its comment
+
+
+def test_a_docstring_becomes_paragraphs_and_a_list_of_arguments():
+    doc = "Do *it*.\n\nsteps, seed: of a run. on: a name\nthat is none. size: see a_b; out: x"
+    assert [*prose(doc, ("steps", "seed", "size", "out"))] == [
+        r"Do \*it\*.",
+        "",
+        "* `steps`, `seed`: of a run. on: a name that is none.",
+        r"* `size`: see a\_b;",
+        "* `out`: x",
+        "",
+    ]
+
+
+def test_the_page_of_commands_has_the_help_of_each():
+    page = PAGES["docs/commands.md"]
+    names = [name for group in COMMANDS.values() for name in group]
+    assert re.findall(r"^### flowrl (\w+)$", page, re.M) == names
+    assert page.count("Usage: flowrl ") == len(names) == page.count("-h, --help")
+
+
+def test_the_changelog_page_has_the_changelog_with_links_that_hold():
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    page = with_changelog(PAGES["docs/changelog.md"], changelog)
+    assert page.count("\n# ") == 0 and page.startswith("# ") and "\n## 0.1.0" in page
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link]
+    assert len(links) > 5
+    for link in links:
+        path, _, anchor = link.partition("#")
+        assert f"docs/{path}" in PAGES, link
+        assert not anchor or anchor in slugs(PAGES[f"docs/{path}"]), link
+    assert with_changelog("# A page\n", changelog) == "# A page\n"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -297,7 +358,7 @@ def test_words_of_other_trainers_and_the_files_of_methods_are_those_of_the_code(
     assert "`flowrl train experiment=qwen-image memory=40gb`" in made["docs/train/qwen_image.md"]
     assert made["docs/papers.md"].count("(https://arxiv.org/abs/") == len(ALGORITHMS)
     trained = sum(page.startswith("docs/train/") for page in made)
-    assert trained == 5 and len(made) == 3 + trained + len(ALGORITHMS)
+    assert trained == 5 and len(made) == 5 + trained + len(ALGORITHMS)
 
 
 def test_the_readme_cites_what_citation_cff_says():

@@ -178,7 +178,7 @@ def test_a_reward_that_is_unavailable_stops_the_scoring():
 
 def test_the_example_of_the_docs_trains(tmp_path):
     example = ROOT / "docs" / "examples" / "red.py"
-    assert example.read_text().rstrip() in (ROOT / "docs" / "rewards.md").read_text()
+    assert example.read_text().rstrip() in (ROOT / "docs" / "rewards/write.md").read_text()
     assert sum(bool(line.strip()) for line in example.read_text().splitlines()) <= 5
     words = small.words(
         tmp_path / "run", reward=f"{example}:red", reward__red__floor="0.5", iterations="1"
