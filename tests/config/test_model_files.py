@@ -25,28 +25,8 @@ NAMES = [name for name in options("model") if not is_embedded(name)]
 # models without a file in configs/architecture, whose calls a budget does not know: the pipeline,
 # and the denoiser's class, with numbers that are not its defaults
 OTHERS = {
-    "flux.1-kontext-dev": (
-        "FluxKontextPipeline",
-        "FluxTransformer2DModel",
-        {"guidance_embeds": True},
-    ),
-    "qwen-image-edit-2511": ("QwenImageEditPlusPipeline", "QwenImageTransformer2DModel", {}),
     "hunyuanvideo-1.5": ("HunyuanVideo15Pipeline", "HunyuanVideo15Transformer3DModel", {}),
     "ltx-2": ("LTX2Pipeline", "LTX2VideoTransformer3DModel", {}),
-    # ChrisColeTech/diffusers (a copy of huggingface/diffusers) at 725959a4,
-    # scripts/convert_cosmos_to_diffusers.py (Cosmos-2.5-Predict-Base-2B)
-    "cosmos-predict2.5-2b": (
-        "Cosmos2_5_PredictBasePipeline",
-        "CosmosTransformer3DModel",
-        {
-            "in_channels": 17,
-            "num_attention_heads": 16,
-            "rope_scale": [1.0, 3.0, 3.0],
-            "extra_pos_embed_type": None,
-            "use_crossattn_projection": True,
-            "crossattn_proj_in_channels": 100352,
-        },
-    ),
 }
 # billions of weights of the denoiser, as their authors say them
 KNOWN = {
@@ -83,7 +63,8 @@ def parts(name):
         assert not file.is_file()
         return OTHERS[name]
     tree = yaml.safe_load(file.read_text())
-    assert tree["source"] == composed(None, [f"model={name}"])[0]["model"]["source"]
+    source = composed(None, [f"model={name}"])[0]["model"]["source"]
+    assert tree["source"] == hub.split(source)[0]
     numbers = tree.get("unet") or tree["transformer"]
     return tree["pipeline"], numbers["_class_name"], numbers
 

@@ -2,10 +2,13 @@
 
 import json
 
+import long
 import pytest
 import tiny
 import torch
 import zoo
+from diffusers.pipelines.flux import pipeline_flux_kontext
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 import flowrl
 from flowrl.policy import modular
@@ -15,7 +18,8 @@ from flowrl.training.budget.modelled import ModelledPolicy
 
 TINY = ["sd15", "sdxl", "sd3", "flux", "qwenimage", "wan21"]
 ZOO = zoo.cases()
-NAMES = [*TINY, "z_image", "flux2_klein", "sana", "wan22_5b"]
+NAMES = [*TINY, "z_image", "flux2_klein", "sana", "wan22_5b", "cosmos25"]
+EDITING = ["qwen_edit_plus", "flux_kontext"]  # each prompt brings a picture
 
 
 def described(value):
@@ -29,10 +33,10 @@ def described(value):
     return value
 
 
-def calls(policy, device):
+def calls(policy, device, prompts=tiny.PROMPTS, conditions=None):
     """What the network is given for a velocity of two rows, and what comes back."""
     seen, (network,) = [], policy.networks.values()
-    cond = policy.encode(list(tiny.PROMPTS))
+    cond = policy.encode(list(prompts), conditions)
     hook = network.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(described(kwargs)), with_kwargs=True
     )
@@ -71,6 +75,38 @@ def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path
     assert {key: tuple(w.shape) for key, w in modelled.trainable.named().items()} == weights
 
 
+@pytest.mark.parametrize("name", long.but(EDITING, {"qwen_edit_plus"}))
+def test_a_picture_is_called_behind_the_latents(name, tmp_path, monkeypatch):
+    """Two prompts of one length, for a budget takes all texts to be the longest. The tiny tokenizer
+    makes other numbers of tokens than Qwen's, and pictures are smaller than real ones."""
+    for constant, value in {"EMPTY_QWEN": 5, "PICTURE_QWEN": 7, "PICTURE": 256}.items():
+        monkeypatch.setattr(call_shapes, constant, value)
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 256**2)
+    case = ZOO[name]
+    call = {"max_sequence_length": 7, **case.call}
+    real = flowrl.load_policy(case.make(), example=case.conditions[0], **call)
+    real.pipe.save_pretrained(tmp_path)
+    modelled = ModelledPolicy(
+        read(str(tmp_path)), call, lora=None, dtype=torch.float32, decoder=torch.float32
+    )
+    assert modelled.latent_shape == real.latent_shape
+    assert modelled.branches("pipeline") == real.branches("pipeline")
+    given = [tiny.PROMPTS[0]] * 2, case.conditions
+    ours, theirs = calls(modelled, "meta", *given), calls(real, "cpu", *given)
+    assert ours == theirs
+    kept, its = (policy.encode(*given).groups[0].kept[0] for policy in (modelled, real))
+    assert described(kept) == described(its)  # and what a prompt keeps of its picture
+    assert ours[0][0]["hidden_states"][0][1] > real.latent_shape[0]
+
+
+def test_a_picture_has_the_size_to_which_the_pipelines_bring_it():
+    side, qwen = call_shapes.PICTURE, pipeline_qwenimage_edit_plus
+    assert side**2 == qwen.VAE_IMAGE_SIZE
+    assert (side, side) in pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
+    across = round(qwen.CONDITION_IMAGE_SIZE**0.5 / 28)  # Qwen2.5-VL: 28 x 28 pixels a token
+    assert across**2 + 5 + 2 == call_shapes.PICTURE_QWEN
+
+
 def test_a_modular_folder_is_budgeted_as_the_classic_one(tmp_path):
     """Its index says where each component is, which may be another folder."""
     ZOO["sd3"].make().save_pretrained(tmp_path / "classic")
@@ -91,7 +127,7 @@ def test_a_modular_folder_is_budgeted_as_the_classic_one(tmp_path):
         read(str(tmp_path / "modular"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *EDITING])
 def test_text_encoders_run_without_values(name, tmp_path):
     pipe = ZOO[name].make()
     pipe.save_pretrained(tmp_path)

@@ -453,6 +453,7 @@ def test_bad_input_is_one_sentence(words, said):
 
 
 MODELS = ["sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-1.3b", "sdxl", "sd1.5"]
+MODELS += ["flux.1-kontext-dev", "qwen-image-edit-2511", "cosmos-predict2.5-2b"]
 
 
 @pytest.mark.parametrize("model", long.but(MODELS, {*MODELS} - {"wan2.1-1.3b"}))
@@ -476,6 +477,8 @@ def test_real_architectures_run_with_fewer_layers(model, monkeypatch):
     assert found.fixed["network"] > 0 and found.seconds > 0
     assert found.phases["decode"].flops > 1e12
     assert found.fixed["rewards"] * 2**30 == 4 * 986_109_441  # PickScore's CLIP-H
+    pictured = any("one square picture, 4,096 tokens" in note for note in found.notes)
+    assert pictured == (model in ("flux.1-kontext-dev", "qwen-image-edit-2511"))
 
 
 def test_attention_is_counted_as_torch_counts_it():

@@ -24,7 +24,7 @@ from flowrl.policy.load import cast, resolve_source
 from flowrl.runtime import hub, yaml_text
 from flowrl.runtime.log import quiet
 
-SKIPPED = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
+SKIPPED = ("scheduler", "tokenizer", "feature_extractor", "image_processor", "processor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ class NetworkCall:
     latents: str = "hidden_states"  # name of the argument that holds the latents
     listed: tuple[int, ...] = ()  # shape of a row's entry in a list of latents; (): no list
     timestep: str = "timestep"  # name of the argument that holds the time
-    tokens: int = 0  # number of tokens that have a time each; 0: a row has one time
+    times: tuple[int, ...] = ()  # shape of a row's times; (): a row has one time
+    appended: int = 0  # number of tokens of the prompt's picture, which follow those of the latents
     time: str = "t"  # rule of the time argument (flowrl/policy/replay/arguments.py)
     scaled: str = "1"  # rule by which latents are scaled (the same file)
 
@@ -44,6 +45,7 @@ class Encoder:
     tokens: int  # number of tokens of a prompt, padded
     # whether the states of all its layers are kept until it has finished
     hidden_states: bool = False
+    joined: bool = False  # the text is the states of all layers side by side, not those of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,11 @@ class _PipelineCall:
 
     def pixels(self, usual: int) -> tuple[int, int]:
         """Return height and width of the media."""
-        return int(self.get("height") or usual), int(self.get("width") or usual)
+        height, width = int(self.get("height") or usual), int(self.get("width") or usual)
+        if area := self.get("max_area"):  # FLUX.1 Kontext reads the ratio alone from both
+            ratio = width / height
+            height, width = round((area / ratio) ** 0.5), round((area * ratio) ** 0.5)
+        return height, width
 
     def tokens(self, part: str) -> int:
         """Return the number of tokens in the longest prompt that a CLIP text encoder reads."""
@@ -160,6 +166,14 @@ def _sd3(of: _PipelineCall) -> CallShapes:
         **_guidance(guided, cond=1),
         **_image(of, scale, of.net["sample_size"] * scale),
     )
+
+
+PICTURE = 1024  # side of the square picture that a prompt is taken to bring, as pipelines resize it
+
+
+def _tokens_of_picture(scale: int) -> int:
+    """Count the patches of 2 x 2 latents in the prompt's picture."""
+    return (PICTURE // (2 * scale)) ** 2
 
 
 def _packed(of: _PipelineCall, scale: int, frames: bool) -> tuple[dict[str, Any], tuple[int, int]]:
@@ -223,7 +237,13 @@ def _sana(of: _PipelineCall) -> CallShapes:
 
 
 def _flux(of: _PipelineCall) -> CallShapes:
-    sizes, _ = _packed(of, _kl_scale(of.vae), frames=False)
+    """FLUX.1; Kontext reads a square picture behind the latents, of a size that it prefers."""
+    scale = _kl_scale(of.vae)
+    sizes, _ = _packed(of, scale, frames=False)
+    picture = 0
+    if of.a.pipeline == "FluxKontextPipeline":
+        resized = of.get("_auto_resize")  # else the picture's own size, taken to be the output's
+        picture = _tokens_of_picture(scale) if resized else sizes["latent"][0]
     if of.guided("true_cfg_scale") and of.call.get("negative_prompt") is not None:
         raise ValueError("flowrl budget does not know FLUX with true_cfg_scale above 1; leave it")
     length, patches = int(of.get("max_sequence_length")), sizes["latent"][0]
@@ -234,12 +254,12 @@ def _flux(of: _PipelineCall) -> CallShapes:
     if of.net["guidance_embeds"]:
         rows[("guidance",)] = ((), FP32)
     shared = {
-        ("img_ids",): ((patches, 3), None),
+        ("img_ids",): ((patches + picture, 3), None),
         ("txt_ids",): ((length, 3), None),
         ("joint_attention_kwargs",): {},
     }
     return of.shapes(
-        calls=(NetworkCall(rows=rows, shared=shared, time="t / 1000"),),
+        calls=(NetworkCall(rows=rows, shared=shared, time="t / 1000", appended=picture),),
         encoders=(
             Encoder(part="text_encoder", tokens=of.tokens("text_encoder")),
             Encoder(part="text_encoder_2", tokens=length),
@@ -251,62 +271,104 @@ def _flux(of: _PipelineCall) -> CallShapes:
 
 
 EMPTY_QWEN = 6  # number of tokens of " " in Qwen-Image's template, after the dropped ones
-TEMPLATE_QWEN = 34  # number of tokens at the template's begin, which the pipeline drops
+# tokens at the template's begin, which the pipeline drops: of Qwen-Image, and of its editing models
+TEMPLATE_QWEN = {False: 34, True: 64}
+# tokens of "Picture 1: " and its two marks, and of the picture: 392 x 392 pixels, each 28 x 28
+PICTURE_QWEN = 5 + 2 + 14**2
 
 
 def _qwen(of: _PipelineCall) -> CallShapes:
+    """Qwen-Image; its editing models read a picture behind the latents and one in the text. They
+    take one prompt at a time, so that no text is padded and there is no mask."""
+    # sizes: of the latents, of the text, and of the picture in both
     scale = 2 ** len(of.vae["temperal_downsample"])
     sizes, (h, w) = _packed(of, scale, frames=True)
-    guided = of.guided("true_cfg_scale")
+    guided, edits = of.guided("true_cfg_scale"), of.a.pipeline == "QwenImageEditPlusPipeline"
     length, width = int(of.get("max_sequence_length")), of.net["joint_attention_dim"]
+    side, seen = PICTURE // (2 * scale), PICTURE_QWEN if edits else 0
 
     def call(tokens: int, masked: bool) -> NetworkCall:
-        rows: Arguments = {
-            ("encoder_hidden_states",): ((tokens, width), None),
-            ("img_shapes",): [[(1, h, w)]],
-        }
+        rows: Arguments = {("encoder_hidden_states",): ((tokens + seen, width), None)}
         shared: Arguments = {("guidance",): None, ("attention_kwargs",): {}}
+        if edits:
+            shared[("img_shapes",)] = [[(1, h, w), (1, side, side)]]
+        else:
+            rows[("img_shapes",)] = [[(1, h, w)]]
         if masked:
             rows[("encoder_hidden_states_mask",)] = ((tokens,), torch.int64)
         else:
             shared[("encoder_hidden_states_mask",)] = None
-        return NetworkCall(rows=rows, shared=shared, time="t / 1000")
+        appended = _tokens_of_picture(scale) if edits else 0
+        return NetworkCall(rows=rows, shared=shared, time="t / 1000", appended=appended)
 
-    calls = [call(length, True), *([call(EMPTY_QWEN, False)] if guided else [])]
+    # one call for each branch of guidance, whose text is that of the negative prompt
+    calls = [call(length, not edits), *([call(EMPTY_QWEN, False)] if guided else [])]
+    text = Encoder(
+        part="text_encoder", tokens=length + seen + TEMPLATE_QWEN[edits], hidden_states=True
+    )
     return of.shapes(
         calls=tuple(calls),
-        encoders=(Encoder(part="text_encoder", tokens=length + TEMPLATE_QWEN, hidden_states=True),),
+        encoders=(text,),
         rule="norm" if guided else "linear",
         time_dtype=None,
-        longest=True,
+        longest=not edits,
         **_guidance(guided, cond=0),
         **sizes,
     )
 
 
-def _wan(of: _PipelineCall) -> CallShapes:
+def _video(of: _PipelineCall, channels: int, usual: int) -> dict[str, Any]:
+    """Return shapes of a video's latents (C, F, h, w), which are equal for sampler and VAE."""
     space, time = of.vae["scale_factor_spatial"], of.vae["scale_factor_temporal"]
-    (height, width), frames = of.pixels(480), int(of.get("num_frames"))
+    (height, width), frames = of.pixels(usual), int(of.get("num_frames"))
     down, across = (space * size for size in of.net["patch_size"][1:])
     height, width = height // down * down, width // across * across
     frames = max(1, (frames - 1) // time * time + 1)
-    z = (of.net["in_channels"], (frames - 1) // time + 1, height // space, width // space)
+    z = (channels, (frames - 1) // time + 1, height // space, width // space)
+    image, media = (3, frames, height, width), (frames, 3, height, width)
+    return {"latent": z, "z": z, "image": image, "media": media, "axes": (1, 0, 2, 3)}
+
+
+def _wan(of: _PipelineCall) -> CallShapes:
+    sizes = _video(of, of.net["in_channels"], 480)
+    _, frames, h, w = sizes["latent"]
     length, guided = int(of.get("max_sequence_length")), of.guided()
     call = NetworkCall(
         rows={("encoder_hidden_states",): ((length, of.net["text_dim"]), None)},
         shared={("attention_kwargs",): None},
         # in Wan 2.2 5B, whose VAE this is, each token has a time
-        tokens=z[1] * z[2] * z[3] // 4 if of.vae["is_residual"] else 0,
+        times=(frames * h * w // 4,) if of.vae["is_residual"] else (),
     )
     return of.shapes(
-        latent=z,
-        z=z,
-        image=(3, frames, height, width),
-        media=(frames, 3, height, width),
-        axes=(1, 0, 2, 3),
         calls=(call,) * (2 if guided else 1),
         encoders=(Encoder(part="text_encoder", tokens=length),),
         **_guidance(guided, cond=0),
+        **sizes,
+    )
+
+
+def _cosmos(of: _PipelineCall) -> CallShapes:
+    """Cosmos-Predict 2.5: a time for each frame, and a mask of frames that are given, which is 0
+    without a picture; guidance w stands for w + 1."""
+    sizes = _video(of, of.net["in_channels"] - 1, 704)  # the mask is a channel of the network
+    _, frames, h, w = sizes["latent"]
+    length, scale = int(of.get("max_sequence_length")), of.guided()
+    text = (length, of.net["crossattn_proj_in_channels"])
+    call = NetworkCall(
+        rows={
+            ("encoder_hidden_states",): (text, None),
+            ("condition_mask",): ((1, frames, h, w), None),
+        },
+        shared={("padding_mask",): ((1, 1, *sizes["image"][2:]), None)},
+        times=(1, frames, 1, 1),
+        time="sigma",
+    )
+    encoder = Encoder(part="text_encoder", tokens=length, hidden_states=True, joined=True)
+    return of.shapes(
+        calls=(call,) * (2 if scale else 1),
+        encoders=(encoder,),
+        **_guidance(scale and scale + 1, cond=0),
+        **sizes,
     )
 
 
@@ -339,11 +401,14 @@ def _unet(of: _PipelineCall) -> CallShapes:
 PIPELINES: dict[str, Callable[[_PipelineCall], CallShapes]] = {
     "StableDiffusion3Pipeline": _sd3,
     "FluxPipeline": _flux,
+    "FluxKontextPipeline": _flux,
     "Flux2KleinPipeline": _klein,
     "QwenImagePipeline": _qwen,
+    "QwenImageEditPlusPipeline": _qwen,
     "ZImagePipeline": _z_image,
     "SanaPipeline": _sana,
     "WanPipeline": _wan,
+    "Cosmos2_5_PredictBasePipeline": _cosmos,
     "StableDiffusionPipeline": _unet,
     "StableDiffusionXLPipeline": _unet,
 }

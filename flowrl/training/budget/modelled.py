@@ -9,7 +9,6 @@ are inferred from tiny pipelines of each kind.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,7 +71,7 @@ class ModelledPolicy(Policy):
 
     def encode_one(self) -> list[Tensor]:
         """Run one prompt through every text encoder, as in a run -> the part of each answer that a
-        run keeps, the states of a layer."""
+        run keeps, the states of a layer or of all layers."""
         return [_encoded(self.others[e.part], e) for e in self.shapes.encoders]
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
@@ -119,24 +118,25 @@ def _encoded(module: Any, encoder: Encoder) -> Tensor:
         )
     else:
         answer = module(tokens, output_hidden_states=encoder.hidden_states)
+    if encoder.joined:
+        return torch.cat(answer.hidden_states[1:], -1)
     return answer.hidden_states[-1] if encoder.hidden_states else answer[0]
 
 
 def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
     """Make the Replay that a policy would infer from its pipeline."""
-    identity = Affine(1, 1, shapes.latent, None, torch.tensor(1.0, dtype=torch.float64), None)
     plans = [
         CallPlan(
             module=shapes.network,
             blocks=call.blocks,
-            slots=[_slot(call, identity, dtype)],
+            slots=[_slot(call, shapes, dtype)],
             times=[_time(call, shapes.time_dtype or dtype)],
             rows=[
                 Rows(path, 0, call.blocks, 1, is_list=isinstance(value, list))
                 for path, value in call.rows.items()
             ],
             shared=_shared(call, dtype),
-            out=identity,
+            out=_affine(shapes.latent, drops=call.appended > 0),
         )
         for call in shapes.calls
     ]
@@ -150,15 +150,30 @@ def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
     )
 
 
-def _slot(call: NetworkCall, identity: Affine, dtype: torch.dtype) -> Slot:
+def _affine(shape: tuple[int, ...], *, drops: bool = False, adds: bool = False) -> Affine:
+    """Make a map to `shape` that copies its input. drops: the input has more numbers than that;
+    adds: it has fewer, and the others are a constant of the prompt's own."""
+    numbers = torch.Size(shape).numel()
+    index = torch.empty(numbers, dtype=torch.int64, device=META) if drops or adds else None
+    scale = torch.empty(numbers, device=META) if adds else torch.tensor(1.0).double()
+    return Affine(blocks=1, repeats=1, shape=shape, index=index, scale=scale, const=None)
+
+
+def _slot(call: NetworkCall, shapes: CallShapes, dtype: torch.dtype) -> Slot:
     """Make the argument that holds the latents."""
-    own = replace(identity, shape=call.listed or identity.shape)
+    own = _affine(call.listed or _read(call, shapes), adds=call.appended > 0)
     return Slot((call.latents,), own, call.scaled, dtype, is_list=bool(call.listed))
 
 
+def _read(call: NetworkCall, shapes: CallShapes) -> tuple[int, ...]:
+    """Return the shape of what the network reads of a row: its latents, and a picture's tokens."""
+    first, *others = shapes.latent
+    return (first + call.appended, *others)
+
+
 def _time(call: NetworkCall, dtype: torch.dtype) -> Time:
-    """Make the argument that holds the time, of a row or of each token."""
-    each = (torch.ones(call.tokens), torch.zeros(call.tokens)) if call.tokens else ()
+    """Make the argument that holds the time, of a row or of each token or frame."""
+    each = (torch.ones(call.times), torch.zeros(call.times)) if call.times else ()
     return Time((call.timestep,), call.time, dtype, *each)
 
 
@@ -178,7 +193,13 @@ def cond_of(
         {path: kept(value, call.blocks) for path, value in call.rows.items()}
         for call in shapes.calls
     ]
-    shared = [_shared(call, dtype) for call in shapes.calls]
+    for each, call in zip(rows, shapes.calls, strict=True):
+        if call.appended:  # the picture's tokens are a constant that is added to the latents
+            numbers = torch.Size(_read(call, shapes)).numel()
+            each[call.latents,] = torch.empty(1, len(prompts), numbers, device=device)
+    # branches that make the same call share its tensors, as in a run, where they are joined to one
+    made = {id(call): _shared(call, dtype) for call in shapes.calls}
+    shared = [made[id(call)] for call in shapes.calls]
     items = tuple(PromptItem(prompt) for prompt in prompts)
     return Cond(items, [Group([rows], [shared])], [(0, k) for k in range(len(items))])
 

@@ -215,7 +215,7 @@ class Planner:
                 "loading": loading(self.policy, self.rewards + self.features),
             },
             parameters={"network": self.parameters, "trained": self._numbers},
-            notes=_notes(cfg, self.device, self.scorers),
+            notes=[*_notes(cfg, self.device, self.scorers), *_pictures(self.policy)],
         )
 
     def start(self) -> dict[str, Work]:
@@ -376,6 +376,16 @@ def _optimizer(policy: ModelledPolicy, device: Device) -> Cost:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         adamw.step()
     return booked(meter)
+
+
+def _pictures(policy: ModelledPolicy) -> list[str]:
+    """Say what is taken for the pictures that prompts bring, where the network reads them."""
+    tokens = max(call.appended for call in policy.shapes.calls)
+    said = (
+        f"each prompt is taken to bring one square picture, {tokens:,} tokens behind those of the"
+        " latents; the seconds in which pictures are encoded are not counted"
+    )
+    return [said] if tokens else []
 
 
 def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> list[str]:
