@@ -30,8 +30,8 @@ WRITTEN = "<!-- Written by scripts/docs/config_reference.py; descriptions stand 
 HEAD = """A run is described by one tree of keys. It is put together in this order, later wins:
 
 ```text
-schema (the defaults of the sections) <- model <- memory <- data <- reward <- algorithm
-    <- experiment <- a YAML file <- command line
+defaults of the sections <- model <- memory <- data <- reward
+    <- algorithm <- experiment <- a YAML file <- command line
 ```
 
 `model=`, `memory=` (what fits a card of 24, 40 or 80 GB), `data=`, `reward=`, `algorithm=` and
@@ -282,7 +282,8 @@ def rows(schema: type[BaseModel], prefix: str = "") -> Iterator[Row]:
             key=key,
             default=default(field),
             accepts=accepts(field.annotation, field.metadata),
-            meaning=(field.description or "") + f" Read with {when}." * bool(when),
+            meaning=(field.description or "").replace("<", "&lt;")
+            + f" Read with {when}." * bool(when),
         )
 
 

@@ -12,6 +12,13 @@ for (const item of document.querySelectorAll("article pre > code, article table,
   if (item.checkVisibility() && wide && !rolls(item))
     faults.push(`cut off: ${item.textContent.trim().slice(0, 40)}`);
 }
+// what rolls sideways shows at its edges that there is more
+for (const item of document.querySelectorAll("article *")) {
+  const style = getComputedStyle(item);
+  if (["auto", "scroll"].includes(style.overflowX) && item.scrollWidth > item.clientWidth + 1
+      && !style.backgroundAttachment.includes("local"))
+    faults.push(`rolls without a sign: ${item.textContent.trim().slice(0, 40)}`);
+}
 // a key is on one line, unless the word that it stands in is wider than the line
 const lines = (text, start, end) => {
   const range = document.createRange();

@@ -22,6 +22,7 @@ from changelog import with_changelog
 from pages import OURS, PAGES, ROOT, blocks, commands
 from reference_pages import prose
 from toy import ToyPolicy, advantages_of, rewards_of, roll_out
+from whole_words import unbroken
 
 import flowrl
 from flowrl.algorithms import TransitionMethod
@@ -367,6 +368,15 @@ def test_the_readme_cites_what_citation_cff_says():
     for key in ("title", "version", "license"):
         assert f"  {key} = {{{said[key]}}}" in entry
     assert said["authors"][0]["name"] in entry and said["version"] == flowrl.__version__
+
+
+def test_words_of_code_with_a_hyphen_are_not_broken():
+    page = '<p>a-b</p><code class="a-b">go <b>x-y</b> --dry-run &lt;k=sd3.5-m&gt; -o</code>'
+    whole = '<span class="whole">{}</span>'.format
+    words = f"go <b>{whole('x-y')}</b> {whole('--dry-run')} &lt;{whole('k=sd3.5-m')}&gt; -o"
+    assert unbroken(page) == f'<p>a-b</p><code class="a-b">{words}</code>'
+    long = f"<code>{'x' * 30}-wide</code>"
+    assert unbroken(long) == long
 
 
 # --- the overview of algorithms
