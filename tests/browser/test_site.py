@@ -24,7 +24,8 @@ START = (
     *("train/flux/", "train/sdxl/", "choose_reward/", "troubleshooting/"),
 )
 MATHS = ("algorithms/flow_grpo/", "algorithms/opd/", "concepts/")
-WIDE = ("algorithms/", "results/", "budget/", "reading/")  # long tables, long names
+# long tables, long names; pages that are made from code
+WIDE = ("algorithms/", "results/", "budget/", "reading/", "configuration/train/", "api/")
 FAULTS = (Path(__file__).parent / "site.js").read_text(encoding="utf-8")
 SCHEME = "return document.body.dataset.mdColorScheme"
 # A colour or a box that is still on its way to the new theme or width would be measured half-way.
@@ -139,8 +140,8 @@ def has_scheme(scheme, driver):
 
 @pytest.mark.parametrize("page", [*START, *MATHS, *WIDE])
 def test_a_page_is_whole_and_legible_at_both_widths_in_both_themes(driver, site, page):
-    """Its layout at two widths, its contrast in two themes, the colours that the reader's system
-    asks for, the console, and that nothing comes from elsewhere."""
+    """Its layout at two widths, its contrast in two themes (of start pages at both widths), the
+    colours that the reader's system asks for, the console, and that nothing comes from outside."""
     faults = {}
     browser.look(driver, 1280)
     browser.visit(driver, urljoin(site, page))
@@ -149,9 +150,11 @@ def test_a_page_is_whole_and_legible_at_both_widths_in_both_themes(driver, site,
         browser.look(driver, width)
         faults[width] = driver.execute_script(FAULTS)
     for theme, scheme in zip(browser.THEMES, ("default", "slate"), strict=True):
-        browser.look(driver, 1280, theme)
-        WebDriverWait(driver, 10).until(functools.partial(has_scheme, scheme))
-        faults[theme] = [f for f in browser.faults(driver) if f.startswith("contrast of text")]
+        for width in (1280, 400) if page in START else (1280,):
+            browser.look(driver, width, theme)
+            WebDriverWait(driver, 10).until(functools.partial(has_scheme, scheme))
+            found = browser.faults(driver)
+            faults[theme, width] = [f for f in found if f.startswith("contrast of text")]
     assert not {where: found[:8] for where, found in faults.items() if found}
     messages, asked = browser.heard(driver)
     assert not messages
