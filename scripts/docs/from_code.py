@@ -35,6 +35,9 @@ in that table. *Departures* says where the default settings differ from the pape
 authors' code. What the papers claim, and what we measured of it, is in
 [What papers claim](results.md#what-papers-claim).
 
+If you use flowrl in a paper, please cite it (`CITATION.cff` in the repository, and the end of its
+README) and the papers of the method and of the rewards that you used.
+
 <!-- written by scripts/docs/from_code.py from the methods' pages and docs/results.md -->"""
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = re.compile(r"(?<=<!-- words -->\n).*(?=<!-- /words -->)", re.S)
