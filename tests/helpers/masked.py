@@ -32,6 +32,11 @@ class TokenNet(nn.Module):
         return self.out(h.tanh()).unflatten(1, PLACES)
 
 
+def texts():
+    """The prompts of runs whose config names this file."""
+    return PROMPTS
+
+
 def cond(texts):
     """P texts -> (P,); the empty text has a number of its own."""
     return torch.tensor([PROMPTS.index(text) if text else len(PROMPTS) for text in texts])

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 
+import masked
 import processes
 import pytest
 import small
@@ -69,6 +70,9 @@ RUNS |= {
     name: {**RUN, "data__eval": "null", "reward__jpeg__weight": "0", "batch__group": group}
     for name, group in {"opd": "2", "sft": "1", "dpo": "2"}.items()
 }
+# tokens of a module in a file
+TOKENS = ("trace_rl", "unigrpo")
+RUNS |= {name: {**RUN, "train__mode": "full", "data__eval": "null"} for name in TOKENS}
 MIXED = {
     **RUN,
     "reward": "preference",
@@ -97,7 +101,9 @@ def files(folder, algorithm):
     file of prompts each."""
     media, parts = folder / "media", [f"{folder}/{name}.jsonl" for name in TASKS]
     mixed = [f"{{path: {path}, domain: {name}}}" for path, name in zip(parts, TASKS, strict=True)]
+    own = {"model": f"{masked.__file__}:policy", "data__train": f"{masked.__file__}:texts"}
     return {
+        **dict.fromkeys(TOKENS, own),
         "dgpo": {"anchor__data__weight": "0.1", "anchor__data__source": media},
         "sft": {"data__offline": media, "algorithm__prompt_dropout": "0.5"},
         "dpo": {
