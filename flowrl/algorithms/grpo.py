@@ -14,7 +14,7 @@ import math
 from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, transitions
@@ -25,9 +25,9 @@ from flowrl.algorithms.common.transition_config import (
     is_learned,
     of_gaussian,
 )
-from flowrl.runtime.rule import Rule, read_with
+from flowrl.runtime.rule import Rule, read_when, read_with
 from flowrl.samplers import sde
-from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
+from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout, Transition
 
 
 class Trust(base.Options):
@@ -59,6 +59,13 @@ class GRPOConfig(TransitionConfig):
             "How old and new policy are compared: the ratio of each step; its logarithm; RatioNorm"
             " (GRPO-Guard); one ratio per sample from the mean log-ratio of its steps (GSPO); one"
             " for each token that a step reveals (token, of masked generators)."
+        ),
+    )
+    shrink: Annotated[PositiveInt, read_when("algorithm.ratio", "token")] = Field(
+        1,
+        description=(
+            "How many consecutive steps are scored together, in the grid where the first of them"
+            " starts (TraceRL's s)."
         ),
     )
     clip: tuple[PositiveFloat, PositiveFloat] = Field(
@@ -118,6 +125,16 @@ class GRPOConfig(TransitionConfig):
         return self.ratio == "token"
 
     @model_validator(mode="after")
+    def check_shrink(self) -> GRPOConfig:
+        if self.shrink > 1 and (self.credit != "leaf" or self.timestep_fraction < 1):
+            raise ValueError(
+                f"algorithm.shrink={self.shrink} scores steps together that credit={self.credit}"
+                f" with timestep_fraction={self.timestep_fraction} tells apart; use credit=leaf and"
+                " timestep_fraction=1, or shrink=1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_ratio(self) -> GRPOConfig:
         if self.ratio == "sequence" and self.plan in FORKING:
             raise ValueError(
@@ -161,11 +178,19 @@ class GRPO(transitions.TransitionMethod):
         super().__init__(config)
         self.couples = "sample" if config.ratio == "sequence" else "row"
         self.clip_size = config.trust.threshold or min(config.clip)
+        self.together = config.shrink if config.by_place else 1  # steps of a row
+        self.rescored = self.together > 1  # no rollout has seen these grids with these tokens
+
+    def most_rows(self, plan: Plan, group: int) -> int:
+        rows = super().most_rows(plan, group)
+        return rows // plan.edges * math.ceil(plan.edges / self.together) if self.rescored else rows
 
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
+        if self.together > 1:
+            rows = shrunk(rollout, rows, self.together)
         data, how = dict(rows.data), self.config.step_weight
         if how != "none":
             data["scale"] = step_weight(how, rollout, rows)
@@ -270,6 +295,21 @@ class GRPO(transitions.TransitionMethod):
         metrics = {f"trust/{name}": rows.float() for name, rows in share.items()}
         metrics |= {"trust/divergence": moved, "trust/ratio": ratio, "trust/square": ratio.square()}
         return term, out.float(), metrics
+
+
+def shrunk(rollout: Rollout, rows: Columns, s: int) -> Columns:
+    """Join the rows of s consecutive steps of a sample (TraceRL's shrinkage, arXiv:2509.06949) into
+    one, from the start of the first to the end of the last: weight is 1 at all tokens revealed in
+    between. rows: every step of each sample, in order."""
+    steps = rollout.plan.edges
+    assert len(rows) % steps == 0, "a sample has a row for every step"
+    step = torch.arange(len(rows), device=rows.src.device) % steps
+    first = torch.nonzero(step % s == 0).flatten()
+    last = first + (steps - 1 - step[first]).clamp(max=s - 1)
+    ends = {name: rows.data[name][last] for name in ("dst", "sigma_next")}
+    data = {name: value[first] for name, value in rows.data.items()} | ends
+    revealed = rollout.at(data["src"]) != rollout.at(data["dst"])
+    return Columns(data | {"weight": revealed.flatten(1).to(rows.weight)})
 
 
 ALGORITHM = GRPO

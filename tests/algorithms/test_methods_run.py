@@ -118,6 +118,7 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
         ["algorithm=tree_grpo", "algorithm.fusion=path", "algorithm.scope=tree"],
         ["algorithm.fusion=path, algorithm.scope=tree"],
     ),
+    ([TRANSITIONS, "algorithm.shrink=2"], ["algorithm.shrink=2"]),
     (["algorithm=branch_grpo", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
     ([TRANSITIONS, "algorithm.credit=backup"], ["algorithm.credit=backup"]),
     ([TRANSITIONS, "algorithm.credit=td"], ["algorithm.credit=td"]),

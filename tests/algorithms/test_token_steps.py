@@ -10,6 +10,7 @@ import torch
 
 import flowrl
 from flowrl.algorithms.grpo import GRPO, GRPOConfig
+from flowrl.algorithms.remask import Remask
 from flowrl.config.compose import ConfigError
 from flowrl.training.loop import Trainer
 
@@ -68,6 +69,42 @@ def test_a_step_of_gradient_makes_good_tokens_likelier_and_bad_ones_less():
     moved = algorithm.fit(own, made, rows).detach() - before
     adv = rows.adv.flatten()
     assert float(moved[adv > 0].mean()) > 0 > float(moved[adv < 0].mean())
+
+
+@pytest.mark.parametrize("shrink", (1, 2, 3, 9))
+def test_steps_scored_together_have_every_token_once_from_where_the_first_starts(shrink):
+    """Three steps: 1 leaves the rows as they are, 2 makes rows of two and of one, 3 makes one."""
+    own = masked.policy()
+    _, _, each = prepared(own, ratio="token")
+    algorithm, made, rows = prepared(own, ratio="token", shrink=shrink)
+    starts = {1: [0, 1, 2], 2: [0, 2], 3: [0], 9: [0]}[shrink]
+    ends = {1: [0, 1, 2], 2: [1, 2], 3: [2], 9: [2]}[shrink]
+    assert len(rows) == 6 * len(starts) == algorithm.most_rows(made.plan, 6)
+    assert torch.equal(rows.src.view(6, -1), each.src.view(6, 3)[:, starts])
+    assert torch.equal(rows.dst.view(6, -1), each.dst.view(6, 3)[:, ends])
+    assert torch.equal(rows.weight.view(6, -1, 16).sum(1), torch.ones(6, 16))
+    assert algorithm.rescored == (shrink > 1)
+
+
+def test_all_steps_scored_together_are_diffu_grpo():
+    """The same loss and gradient as of samples with all tokens masked, when all start there."""
+    own = masked.policy()
+    found = []
+    for method, options in (
+        (GRPO, {"ratio": "token", "shrink": 3, "sde": "random_order"}),
+        (Remask, {}),
+    ):
+        algorithm = method(method.Config(**options, clip=(0.2, 0.2)))
+        made = masked.roll_out(own, algorithm)
+        advantages = algorithm.advantages(made, torch.tensor([1.0, -1.0] * 3))
+        rows = algorithm.columns(made, advantages, seed=0, iteration=0)
+        scores = algorithm.score(own, made, rows)
+        old = type(rows)({**rows.data, "log_prob": scores["log_prob"].detach()})
+        out = algorithm.loss(scores, old)
+        parameters = own.modules["module"].parameters()
+        found.append((out.loss, *torch.autograd.grad(out.loss, [*parameters])))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, 16 * b, atol=1e-5, rtol=1e-4)  # rows of Remask weigh 1
 
 
 @pytest.mark.parametrize("ratio", ("token", "ppo"))
@@ -157,6 +194,15 @@ def test_a_run_learns_is_resumed_to_the_bit_and_is_evaluated(tmp_path):
         pass
     assert small.lines(tmp_path / "part")[-1]["iteration"] == 12
     assert small.numbers(tmp_path / "whole") == small.numbers(tmp_path / "part")
+
+
+def test_steps_scored_together_train(tmp_path):
+    changes = {"algorithm": TOKENS | {"shrink": 2}, "iterations": 2, "data": {"eval": None}}
+    changes["batch"] = {"prompts": 2, "group": 4, "updates": 2}
+    live = {**LIVE, "prompts": {"train": masked.PROMPTS}}
+    for it in Trainer(settings(tmp_path / "run", **changes), policy=masked.policy(), **live):
+        assert it.metrics["policy/grad_norm"] > 0 and it.metrics["policy/log_ratio"] > 0
+        assert it.metrics["policy/rows"] <= 2 * 4 * 2
 
 
 def test_lora_and_the_order_by_confidence_train(tmp_path):

@@ -125,6 +125,8 @@ FURTHER = [  # of a start: over words, and over what they name
         "algorithm=flow_grpo algorithm.ratio=token",
         "algorithm.ratio=token compares the tokens of masked generators, and algorithm.sde=flow",
     ),
+    (f"{TOKENS} algorithm.shrink=2 algorithm.credit=td", "shrink=2 scores steps together that cre"),
+    (f"{TOKENS} algorithm.shrink=2 algorithm.timestep_fraction=0.5", "use credit=leaf and timeste"),
     # what is trained
     ("algorithm=dsrl train.parts=[denoiser]", "trains initial_noise, which train.parts"),
     ("algorithm=dsrl train.parts=[denoiser,initial_noise]", "leaves the network as it is"),

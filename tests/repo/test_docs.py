@@ -428,7 +428,7 @@ def letters(c, steps):
     start = window_start(c, steps, iteration=0, seed=0, memory={}) if windowed(c) else 0
     tree, w = c.tree, c.window.size
     named = {"K": tree.children, "B": tree.splits, "D": tree.strides, "w": w, "l": start}
-    named |= {"f": c.timestep_fraction, "r": c.tail}
+    named |= {"f": c.timestep_fraction, "r": c.tail, "s": getattr(c, "shrink", 1)}
     forks = range(steps - 1) if tree.steps is None else tree.steps
     return named | {"S": forks, "noisy": {*tree.splits, *range(start, start + w)}}
 
