@@ -9,9 +9,9 @@ import typer
 import yaml
 from pages import OURS, PAGES, ROOT, shell, started
 
-from flowrl.cli.common import HELP
+from flowrl.cli.common import HELP, parse_config
 from flowrl.cli.main import app
-from flowrl.config import build, load
+from flowrl.config import build
 from flowrl.config.facts import of_config
 from flowrl.rewards import reward_class
 from flowrl.runtime.processes.launcher import check_teams
@@ -35,7 +35,7 @@ def check_run(where, words, processes=1):
     command = group.commands[words[0]]
     context = command.make_context(words[0], words[1:])  # parses and checks options; runs nothing
     if words[0] in ("train", "show", "budget"):
-        cfg = load.load_config(None, list(context.params["overrides"] or []))
+        cfg = parse_config(context.params["overrides"])
         if not context.params.get("resume"):  # else the run has other settings beside
             check_start(where, cfg, context.params.get("gpus", processes))
     if words[0] == "budget":
@@ -65,7 +65,8 @@ def test_commands_exist_take_their_options_compose_and_fit_their_plans(
     where, words, processes, monkeypatch, tmp_path
 ):
     (tmp_path / "path/to/model").mkdir(parents=True)
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for own in ("docs", "scripts"):
+        (tmp_path / own).symlink_to(ROOT / own)
     for teacher in re.findall(r"\.adapter=(\S+)", " ".join(words)):
         (tmp_path / teacher).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
