@@ -11,7 +11,7 @@ from flowrl.data.prompts import select
 from flowrl.rollouts.join import join, of_leaves, take
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.rollouts.redraw import chosen
-from flowrl.types import Columns, Rollout
+from flowrl.types import Columns, Rollout, expand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,8 @@ class TrainingBatch:
 
     def weighed(self, rows: Columns) -> Columns:
         """The rows of the method with their weights times the taper of their prompt."""
-        return Columns({**rows.data, "weight": rows.weight * self.tapers[rows.prompt]})
+        taper = expand(self.tapers[rows.prompt], rows.weight)
+        return Columns({**rows.data, "weight": rows.weight * taper})
 
 
 def what_to_train(

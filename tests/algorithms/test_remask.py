@@ -116,3 +116,22 @@ def test_runs_train_and_are_off_their_old_policy_in_the_second_update(options, t
         assert it.metrics["policy/rows"] > 0 and it.metrics["policy/grad_norm"] > 0
         assert ("policy/log_ratio" in it.metrics) == (options["clip"] is not None)
         assert it.metrics.get("policy/log_ratio", 1.0) > 0  # the weights moved in between
+
+
+def test_old_samples_are_masked_again_beside_new_ones(tmp_path):
+    """replay.size: their tokens weigh less, by the taper of their age."""
+    settings = {
+        "algorithm": "masked_ce",
+        "batch": {"prompts": 1, "group": 4, "updates": 1},
+        "sampler": {"steps": 3, "eta": 1.0, "guidance": "none", "init_noise": "group"},
+        "replay": {"size": 2, "taper": 0.5},
+        "guard": {"check_rewards": False},
+        "train": {"mode": "full"},
+        "data": {"eval": None},
+        "iterations": 3,
+        "output": str(tmp_path / "run"),
+    }
+    live = {"rewards": masked.counted, "prompts": {"train": masked.PROMPTS}}
+    found = [it.metrics for it in Trainer(settings, policy=masked.policy(), **live)]
+    assert [m["replay/groups"] > 0 for m in found] == [False, True, True]
+    assert all(m["policy/grad_norm"] > 0 for m in found)
