@@ -379,6 +379,18 @@ def test_words_of_code_with_a_hyphen_are_not_broken():
     assert unbroken(long) == long
 
 
+def test_each_cell_of_the_comparison_links_what_was_read_at_a_commit():
+    page = PAGES["README.md"]
+    table = page.split("## Beside other trainers\n")[1].split("\n\n[")[0]
+    rows = [line.strip("|").split(" | ")[1:] for line in table.splitlines() if line[:2] == "| "]
+    cells = [cell.strip() for row in rows[1:] for cell in row]
+    assert len(cells) == 5 * (len(rows) - 1) > 50
+    assert not [cell for cell in cells if cell != "–" and not re.search(r"\](\(|\[)", cell)]
+    read = dict(re.findall(r"^\[([\w-]+)\]: (\S+)$", page, re.M))
+    assert read.keys() == set(re.findall(r"\]\[([\w-]+)\]", table))
+    assert all(re.search(r"/(?:tree|blob)/[0-9a-f]{7,}(?:/|$)", link) for link in read.values())
+
+
 # --- the overview of algorithms
 
 
