@@ -27,7 +27,7 @@ from flowrl.algorithms.common.transition_config import (
 )
 from flowrl.runtime.rule import Rule, read_when, read_with
 from flowrl.samplers import sde
-from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout, Transition
+from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout, Transition, expand
 
 
 class Trust(base.Options):
@@ -260,7 +260,7 @@ class GRPO(transitions.TransitionMethod):
             past = (batch.adv < 0) & (term > bound)
             term, stopped = torch.where(past, bound, term), torch.where(past, 1.0, stopped)
         if c.step_weight != "none":
-            term = term * batch.scale
+            term = term * expand(batch.scale, term)
 
         # KL to the reference, outside the clip: it has a gradient also where the clip stops the
         # ratio.

@@ -86,6 +86,17 @@ def test_steps_scored_together_have_every_token_once_from_where_the_first_starts
     assert algorithm.rescored == (shrink > 1)
 
 
+def test_with_the_inverse_of_their_length_all_steps_weigh_alike():
+    """The length of a step is the share of the places that it reveals."""
+    algorithm, _, rows = prepared(masked.policy(), ratio="token", step_weight="inverse_step")
+    tokens = rows.weight.sum(1)
+    assert len(torch.unique(tokens)) > 1
+    torch.testing.assert_close((rows.weight * rows.scale[:, None]).sum(1), torch.full((18,), 16.0))
+    scores = {"log_prob": rows.log_prob.clone().requires_grad_()}
+    out = algorithm.loss(scores, rows)
+    torch.testing.assert_close(out.loss, (-rows.adv.flatten() * tokens * rows.scale).sum())
+
+
 def test_all_steps_scored_together_are_diffu_grpo():
     """The same loss and gradient as of samples with all tokens masked, when all start there."""
     own = masked.policy()
