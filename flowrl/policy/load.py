@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import flowrl.policy.amused as amused
 import flowrl.policy.modular as modular
 import flowrl.policy.wrapped as wrapped
 from flowrl.policy.base import Policy
@@ -65,16 +66,16 @@ def load_policy(
     a name in configs/model, an nn.Module f(x, t, cond), a user's own factory
     ("path/to/file.py:NAME"), one of an installed package, or a Policy, which is returned unchanged.
 
-    parts: names of the trained parts, by default ["denoiser"]; "text_encoder" for the text encoders
-    of a pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, in
-    fp32; the Path of a LoRA, one that holds it on the layers that it changes; None trains all their
-    weights. dtype: type of the networks (default: fp32; a live pipeline keeps its own). quantize:
-    frozen weights of a pipeline's denoiser as "int8" or "nf4". shape, kind, cond, decode: for an
-    nn.Module, see ModulePolicy; kind="tokens", mask, empty: see TokenPolicy. pipeline_kwargs:
-    arguments of the pipeline's own call (height, num_frames ...), for the policy's life. example:
-    the conditions of one prompt, if they differ (Policy.encode takes those of all). hints: for the
-    pipeline's class, see named.hints_of. encoding: place of text encoders and of their answers.
-    split: networks wait in host memory to be split. UnreplayableError: it cannot be inferred.
+    parts: names of the trained parts, by default ["denoiser"]; "text_encoder": a pipeline's. lora:
+    {"rank", "alpha", "targets", "init"} puts adapter "default" on these, in fp32; the Path of a
+    LoRA, one that holds it on the layers that it changes; None trains all their weights. dtype: of
+    the networks (fp32; a live pipeline keeps its own). quantize: frozen weights of a pipeline's
+    denoiser as "int8" or "nf4". shape, kind, cond, decode: for an nn.Module, see ModulePolicy;
+    kind="tokens", mask, empty: see TokenPolicy. pipeline_kwargs: arguments of the pipeline's own
+    call (height, num_frames ...). example: the conditions of one prompt, if they differ
+    (Policy.encode takes those of all). hints: see named.hints_of. encoding: place of text encoders
+    and of their answers. split: networks wait in host memory. UnreplayableError: it cannot be
+    inferred.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
@@ -98,11 +99,30 @@ def load_policy(
         pipeline_kwargs = {**named, **pipeline_kwargs}
     source = modular.as_pipeline(source)
     _check_fresh(source, parts, own_hints, adapted=lora is not None)
+    if type(source).__name__ == amused.CLASS:
+        amused.check_plain(parts, quantize, encoding, own_hints)
     declare(source, own_hints)
+    place = (dtype, device, quantize, encoding)
+    return _of_pipeline(source, place, lora, pipeline_kwargs, example, parts, split=split)
+
+
+def _of_pipeline(
+    pipe: Any,
+    place: tuple[torch.dtype | None, torch.device | str | None, str, Encoding | None],
+    lora: Any,
+    call: dict[str, Any],
+    example: Mapping[str, Any] | None,
+    parts: Sequence[str],
+    *,
+    split: bool,
+) -> Policy:
+    """Make the policy of a pipeline, of flows or of tokens. place: as _prepare takes it."""
     with quiet():  # quiet: loading and probing make the libraries warn without cause
-        waiting = _prepare(source, dtype, device, quantize, encoding, split=split)
-        with blaming(source, pipeline_kwargs, "while it becomes a policy", but=ValueError):
-            return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding, waiting)
+        waiting = _prepare(pipe, *place, split=split)
+        if type(pipe).__name__ == amused.CLASS:
+            return amused.amused_policy(pipe, lora, call)
+        with blaming(pipe, call, "while it becomes a policy", but=ValueError):
+            return PipelinePolicy(pipe, lora, call, example, parts, place[-1], waiting)
 
 
 def check_parts(parts: Sequence[str]) -> list[str]:

@@ -28,7 +28,7 @@ class TokenPolicy(ModulePolicy):
     mask: the number by which f is told of a masked place, in its vocabulary or V itself. cond,
     decode: see ModulePolicy; decode gets tokens int64, and without it media are the tokens as fp32.
     empty: the text of the branch without a prompt, for guidance u + w (c - u) with the logits c and
-    u of both; None: there is no guidance.
+    u of both; None: there is no guidance. scale: w of guidance "pipeline".
     """
 
     state_dtype = torch.int32
@@ -43,6 +43,7 @@ class TokenPolicy(ModulePolicy):
         lora: Any = None,
         decode: Callable[[Tensor], Tensor] | None = None,
         empty: str | None = None,
+        scale: float = 1.0,
     ) -> None:
         if type(mask) is not int or mask < 0:
             raise ValueError(
@@ -55,7 +56,7 @@ class TokenPolicy(ModulePolicy):
                 " that reads texts; give cond too, or leave empty out"
             )
         super().__init__(module, shape, cond=cond, lora=lora, decode=decode)
-        self.mask, self.empty = mask, empty
+        self.mask, self.empty, self.scale = mask, empty, scale
 
     def describe(self) -> str:
         """Write in two lines which function is called."""
@@ -65,8 +66,13 @@ class TokenPolicy(ModulePolicy):
         called = f"logits = {name}(tokens (n, {shape}), masked where {self.mask}, {cond})"
         return f"{called}\nmedia = {media}"
 
+    def guided(self, guidance: float | str) -> float:
+        """Return w of a guidance; 1: the conditional branch alone."""
+        own = {"pipeline": self.scale, "none": 1.0}
+        return own[guidance] if isinstance(guidance, str) else float(guidance)
+
     def branches(self, guidance: float | str) -> int:
-        if isinstance(guidance, str) or guidance == 1:
+        if self.guided(guidance) == 1:
             return 1
         if self.empty is None:
             raise ValueError(
@@ -121,7 +127,7 @@ class TokenPolicy(ModulePolicy):
         if branches == 2:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not request.detach_uncond):
                 without = self._logits(x, args[("empty",)].expand(len(x), *cond.shape[1:]))
-            logits = without + float(request.guidance) * (logits - without)
+            logits = without + self.guided(request.guidance) * (logits - without)
         if self.mask < logits.shape[-1]:  # it is not a token that can be drawn
             here = torch.arange(logits.shape[-1], device=logits.device) == self.mask
             logits = logits.masked_fill(here, NEVER)
