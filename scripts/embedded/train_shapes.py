@@ -230,7 +230,9 @@ def optimizers_of(
     """AdamW for all weights, or Muon for the matrices of the blocks and AdamW for the rest."""
     parts: dict[str, list[Tensor]] = {"optimizer": [], "muon": []}
     for name, parameter in model.named_parameters():
-        block = re.search(r"transformer_blocks|encoder\.(layers|block)|transformer\.blocks", name)
+        block = re.search(
+            r"transformer_(blocks|layers)|encoder\.(layers|block)|transformer\.blocks", name
+        )
         parts["muon" if muon and block and parameter.ndim == 2 else "optimizer"].append(parameter)
     adamw = torch.optim.AdamW(parts["optimizer"], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
     out: dict[str, torch.optim.Optimizer] = {"optimizer": adamw}

@@ -416,7 +416,12 @@ def orthogonal(x: Tensor, a: float, b: float, c: float) -> Tensor:
 
 
 def fit(
-    args: argparse.Namespace, stage: str, model: torch.nn.Module, reading: Reading, batches: Batches
+    args: argparse.Namespace,
+    stage: str,
+    model: torch.nn.Module,
+    reading: Reading,
+    batches: Batches,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = F.mse_loss,
 ) -> None:
     """Train a denoiser and what reads its text; "ema" is the denoiser's average."""
     ema = copy.deepcopy(model).eval().requires_grad_(False)
@@ -429,7 +434,7 @@ def fit(
     for step in range(start, args.steps):
         x, t, target, tokens, labels = batches(step)
         predicted, pooled = model(x, t, tokens)
-        loss = F.mse_loss(predicted, target)
+        loss = loss_of(predicted, target)
         progress(step, loss)
         loss = loss + args.read_weight * reading.loss(pooled, labels)
         descend(loss, trained, optimizers.values(), learning_rate(step, args.steps, args.lr))
