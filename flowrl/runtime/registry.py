@@ -51,11 +51,13 @@ def choices(package: str) -> list[str]:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """Return '; did you mean "a" or "b"?' or, with nothing near, '; choose from ...' of at most
-    60. Case does not count."""
+    """Return '; did you mean "a" or "b"?' of names that are about as near as the nearest or, with
+    nothing near, '; choose from ...' of at most 60. Case does not count."""
     valid = sorted({*valid} - {name})
     folded = {entry.lower(): entry for entry in valid}
     near = difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.5)
+    likeness = [difflib.SequenceMatcher(None, one, name.lower()).ratio() for one in near]
+    near = [one for one, own in zip(near, likeness, strict=True) if own > likeness[0] - 0.15]
     if near:
         return "; did you mean " + " or ".join(f'"{folded[n]}"' for n in near) + "?"
     return "; choose from " + ", ".join(valid) if 0 < len(valid) <= 60 else ""
