@@ -3,8 +3,8 @@
     python scripts/examples/arithmetic.py [SEED ...]
 
 A prompt is "31+45=", a sum without carries, and the answer is two digits, "76", which a BERT-like
-network fills in random order. It is pretrained on answers of which three in four are wrong, so
-that it knows sums but is right about as seldom. The reward checks the answer. Neither pretraining
+network fills in random order. It is pretrained on answers of which three in five are wrong, so
+that it knows sums but is seldom right. The reward checks the answer. Neither pretraining
 nor alignment sees a fifth of the sums, on which the printed shares of right answers are measured.
 """
 
@@ -22,7 +22,7 @@ import flowrl
 
 DIGITS, MASK, PLUS, EQUALS = 10, 10, 11, 12  # numbers of tokens: the digits come first
 ANSWER = 2  # places of an answer
-RIGHT = 0.25  # share of right answers in the texts of pretraining
+RIGHT = 0.4  # share of right answers in the texts of pretraining
 PAIRS = [(a, b) for a in range(100) for b in range(100) if a % 10 + b % 10 < 10 and a + b < 100]
 HELD_OUT = {(a, b) for a, b in PAIRS if (7 * a + 13 * b) % 5 == 0}  # about a fifth of the sums
 
@@ -62,13 +62,13 @@ def digits(numbers: Tensor) -> Tensor:
 
 
 def answers(sums: Tensor) -> Tensor:
-    """Answers (n,) as in the texts of pretraining: a quarter is right, and the others are any
-    number."""
+    """Answers (n,) as in the texts of pretraining: two in five are right, and the others are
+    any number."""
     wrong = torch.randint(100, sums.shape)
     return torch.where(torch.rand(sums.shape) < RIGHT, sums, wrong)
 
 
-def pretrained(seed: int, updates: int = 800) -> Bert:
+def pretrained(seed: int, updates: int = 2500) -> Bert:
     """The network before alignment: masked cross-entropy, with one or both of the places masked."""
     torch.manual_seed(seed)
     module = Bert()
