@@ -231,6 +231,18 @@ HACKED = {  # what keeps the held-out score where the trained one can be hacked
 }
 KL = "algorithm.kl_weight="
 KLS = ("0", "1e-4", "1e-3", "1e-2", "1", "10")
+UNET = ["model=shapes-sd"]
+EDIT = ["model=shapes-edit", "data=shapes_edit", "~reward"]
+EDIT += ["reward.shapes_edit.weight=1", "reward.shapes_edit.reading=strict"]
+OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded model
+    f"unet_{method}": Claim(method, UNET, 1) for method in ("flow_grpo", "nft", "refl", "ddpo")
+} | {f"edit_{method}": Claim(method, EDIT, 1) for method in ("flow_grpo", "nft")}
+# Masked generators share no setting with the flows above, so that no tuning of theirs is read
+TOKENS = ["model=shapes-masked", "eval.solver=euler", "optimizer.lr=1e-3"]
+MASKED = {
+    f"masked_{method}": Claim(method, TOKENS, 1 / 2)
+    for method in ("trace_rl", "diffu_grpo", "masked_ce", "unigrpo")
+}
 BEYOND = {  # against nft's own runs: what is trained, and on which prompts
     "text_alone": Claim("nft", ["train.parts=[text_encoder]"], 1),
     "text_too": Claim("nft", ["train.parts=[denoiser,text_encoder]"], 1),
@@ -282,8 +294,11 @@ CLAIMS = {
     **NOISY,
     **BEYOND,
     **HACKED,
+    **OTHER_MODELS,
+    **MASKED,
 }
-SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *NOISY, *BEYOND, *HACKED)  # with three seeds
+SEEDED = ("nft_fifth", "proxy_points", "proxy_wins")  # with three seeds
+SEEDED += (*NOISY, *BEYOND, *HACKED, *OTHER_MODELS, *MASKED)
 
 
 class Search(NamedTuple):
@@ -344,16 +359,17 @@ def digest_of(settings: tuple[str, ...], budget: int) -> str:
     options = stated.model_dump(mode="json", exclude_defaults=True)
     what = cfg.model_dump(mode="json", exclude_defaults=True)
     what |= {"algorithm": {"name": cfg.algorithm["name"], **options}}
-    said = json.dumps([what, budget, weights()], sort_keys=True)
+    said = json.dumps([what, budget, weights(cfg.model.source)], sort_keys=True)
     said = said.replace(str(FOLDER.parents[1]), "")  # a file of this checkout, wherever it lies
     return hashlib.sha256(said.encode()).hexdigest()[:8]
 
 
 @functools.cache
-def weights() -> str:
-    """Digest of the embedded model."""
-    parts = ("transformer", "text_encoder", "text_encoder_2", "vae")
-    files = sorted(path for part in parts for path in (WEIGHTS / part).glob("*.safetensors"))
+def weights(source: str = "package:flowrl.shapes/weights") -> str:
+    """Digest of an embedded model, without the CLIP that lies beside shapes-sd3."""
+    folder = WEIGHTS.parent / source.rpartition("/")[2]
+    parts = ("transformer", "unet", "text_encoder", "text_encoder_2", "vae")
+    files = sorted(path for part in parts for path in (folder / part).glob("*.safetensors"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
@@ -406,7 +422,12 @@ def tune(method: str, words: list[str]) -> Cell:
 
 
 def score(r: Cell) -> float:
-    return r["after"]["shapes/strict"]["mean"]
+    return r["after"][reading(r)]["mean"]
+
+
+def reading(c: Cell) -> str:
+    """The name of the verifier's strict reading, of pictures or of edits."""
+    return c.get("reads", "shapes/strict")
 
 
 def climbed(r: Cell) -> float:
@@ -431,17 +452,20 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -
 
 
 def claims(name: str, kind: str = "claim") -> list[Cell]:
-    """The run of a claim, at its method's best setting."""
+    """The run of a claim, at its method's best setting if that was looked for."""
     method, words, share = CLAIMS[name]
-    best = finals(method)
-    if not best:
-        return []
-    words = [*best[0]["words"], *words]
+    if name not in MASKED:
+        best = finals(method)
+        if not best:
+            return []
+        words = [*best[0]["words"], *words]
     if "_steps" in name and method in ("nft", "awm", "dgpo"):
         words += ["algorithm.steps=1", "algorithm.first=0", "algorithm.range=1.0"]
     seeds = (0, 1, 2) if name in SEEDED else (0,)
     return [
-        cell(method, words, seed=seed, budget=int(BUDGET * share), kind=kind) | {"claim": name}
+        cell(method, words, seed=seed, budget=int(BUDGET * share), kind=kind)
+        | {"claim": name}
+        | ({"reads": "shapes_edit/strict"} if name.startswith("edit_") else {})
         for seed in seeds
     ]
 
