@@ -353,7 +353,7 @@ def test_changed_keys_are_named():
         ("reward=shape", 'unknown reward "shape"; did you mean "shapes"'),
         (
             "experiment=quikstart",
-            'unknown experiment "quikstart"; did you mean "quickstart" or "quickstart-unet"',
+            'unknown experiment "quikstart"; did you mean "quickstart"',
         ),
         ("reward.jpg=1", 'unknown reward "jpg"; did you mean "jpeg"'),
         ("reward.gain=2", '"gain" is no reward; the weight of one is reward.clip.weight=2'),
@@ -450,7 +450,7 @@ def test_leaving_the_reward_out_and_choosing_one_contradict_each_other():
 def test_a_missing_file_or_experiment_is_named(tmp_path):
     assert "gone.yaml" in problems(name=tmp_path / "gone.yaml")[0]
     assert problems(name="quikstart") == [
-        'unknown experiment "quikstart"; did you mean "quickstart" or "quickstart-unet"?'
+        'unknown experiment "quikstart"; did you mean "quickstart"?'
     ]
 
 

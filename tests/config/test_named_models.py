@@ -24,6 +24,8 @@ def said(*given, **values):
 
 def test_the_embedded_models_are_those_of_the_package():
     assert len(OTHERS) == 21 and {*options("model")} - {*OTHERS} == {
+        "shapes-edit",
+        "shapes-masked",
         "shapes-sd",
         "shapes-sd3",
     }

@@ -62,7 +62,7 @@ NEEDED = {
     "sft": ["data.offline=media", "reward.jpeg.weight=0"],
     "opd": [f"{TAUGHT}.model=shapes-sd3", f"{TAUGHT}.guidance=none", "reward.jpeg.weight=0"],
 }
-TOKENS = "model=package:flowrl.shapes/masked"  # the embedded masked generator
+TOKENS = "model=shapes-masked"  # the embedded masked generator
 CHANGING = ("time/", "memory/", "mfu")  # metrics that depend on the machine
 
 # their handlers would keep the stream of the first command, which is closed after it

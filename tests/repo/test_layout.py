@@ -275,6 +275,8 @@ def test_the_wheel_carries_every_module_config_template_and_weight(tmp_path):
     expected |= {
         p.relative_to(ROOT).as_posix()
         for pattern in (
+            "shapes/edit/**/*",
+            "shapes/masked/**/*",
             "shapes/sd/**/*",
             "shapes/weights/**/*",
             "scenes/stickers/*.png",

@@ -35,7 +35,7 @@ def test_the_unet_draws_red_circles_and_often_pale_ones():
     assert right[0] >= 10 and right[1] < right[0]
 
 
-@pytest.mark.parametrize("name", ["sd"])
+@pytest.mark.parametrize("name", ["edit", "masked", "sd"])
 def test_embedded_weights_say_how_they_were_made(name):
     said = json.loads((FOLDER / name / "provenance.json").read_text())
     assert said["steps"] == said["settings"]["steps"] and said["license"] == "Apache-2.0"
