@@ -140,7 +140,8 @@ def test_commands_compose_and_their_plans_fit_the_batch():
 
 
 def test_the_configuration_page_takes_it_up():
-    text = config_reference.page().split("### algorithm.name = rloo\n")[1].split("\n### ")[0]
+    page = config_reference.pages()["algorithm.md"]
+    text = page.split("## algorithm.name = rloo\n")[1].split("\n## ")[0]
     own = "| `algorithm.std` | `null` | null | Advantages are not divided by a spread. |"
     assert own in text and text.count("| `algorithm.") == 1
     assert (
