@@ -97,7 +97,7 @@ def train(
             hint = f"{what} {trainer.path}" if left else ""
         stop(error, 1, hint="" if ran_out(error) else hint)  # its sentence says how to go on
     if trainer.world.main:
-        _conclude(run, readable=trainer.policy.has_lora_format)
+        _conclude(run, readable=trainer.policy.has_lora_format, prompt=_to_try(trainer.cfg))
 
 
 def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
@@ -109,9 +109,26 @@ def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
     several.train_all(*several.plan(*several.split(seeds, overrides)))
 
 
-def _conclude(run: Any, *, trained: bool = True, readable: bool = False) -> None:
+def _to_try(cfg: Any) -> str:
+    """Return what a command draws with a run: a prompt, or the run's held-out prompts if they bring
+    pictures, without which its model draws nothing."""
+    from flowrl.data import prompts
+    from flowrl.runtime import registry
+
+    source, plain = cfg.data.eval, '"a red circle"'
+    if registry.is_live(source):
+        return plain
+    try:
+        return shlex.quote(source) if prompts.example(source, cfg.data.columns) else plain
+    except (ValueError, OSError):  # a file that the run read and that has gone since
+        return plain
+
+
+def _conclude(
+    run: Any, *, trained: bool = True, readable: bool = False, prompt: str = '"a red circle"'
+) -> None:
     """Print what a run (flowrl.Run) found, where it is, and the commands that use it. readable:
-    whether diffusers reads its LoRA."""
+    whether diffusers reads its LoRA. prompt: see _to_try."""
     from flowrl.report import terminal, watch_page
     from flowrl.runtime.store.run_folder import trained_iterations
 
@@ -127,7 +144,7 @@ def _conclude(run: Any, *, trained: bool = True, readable: bool = False) -> None
         return
     path = shlex.quote(str(run.path))
     steps = [f"flowrl train --resume {path}"] * bool(run.stopped)
-    steps.append(f'flowrl generate {path} "a red circle"')
+    steps.append(f"flowrl generate {path} {prompt}")
     steps += [f"flowrl evaluate {path} --seed 1"] * bool(run.evaluation)
     if readable and (run.path / "lora").is_dir():
         steps.append(f'in diffusers: pipe.load_lora_weights("{run.path / "lora"}")')

@@ -11,6 +11,7 @@ import typer
 
 from flowrl.cli import common, evaluate, generate, report, score, train
 from flowrl.config.compose import ConfigError
+from flowrl.config.load import load_config
 from flowrl.data import media
 from flowrl.data.samples import Sample
 from flowrl.data.scored_folder import ScoredSample
@@ -155,3 +156,15 @@ def test_a_caption_of_any_length_takes_no_time(text):
     began = time.process_time()
     sheet = grids.before_after(torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8), [HUGE[text]])
     assert sheet.height < 250 and time.process_time() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("shapes:eval", '"a red circle"'),
+        ("shapes_edit:eval", "shapes_edit:eval"),
+        ("gone.txt", '"a red circle"'),
+    ],
+)
+def test_a_run_is_tried_with_pictures_if_its_prompts_bring_them(source, said):
+    assert train._to_try(load_config(None, [f"data.eval={source}"])) == said
