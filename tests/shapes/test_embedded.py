@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 
+import flowrl
 from flowrl.shapes import verify
 
 FOLDER = files("flowrl.shapes")
@@ -33,6 +35,14 @@ def test_the_unet_draws_red_circles_and_often_pale_ones():
         ).images
         right.append(sum(verify.strict(found, include) for found in verify.detect(images)))
     assert right[0] >= 10 and right[1] < right[0]
+
+
+def test_the_edit_model_is_probed_without_a_warning_of_its_pipeline(recwarn):
+    """InstructPix2Pix warns of two prompts for one picture, which is how prompts are mixed."""
+    example = {"image": Image.new("RGB", (64, 64))}
+    own = flowrl.load_policy("shapes-edit", example=example)
+    assert own.latent_shape == (4, 16, 16)
+    assert not [str(w.message) for w in recwarn if w.category is FutureWarning]
 
 
 @pytest.mark.parametrize("name", ["edit", "masked", "sd"])

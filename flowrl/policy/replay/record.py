@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -400,7 +401,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Inside, no progress bar or truncation warning is shown, and parts in `off` are None."""
+        """Inside, no progress bar and no warning of truncation or of the pipeline's old lines is
+        shown, and parts in `off` are None."""
         from diffusers.utils import logging
 
         pipe, level = self.pipe, logging.get_verbosity()
@@ -413,7 +415,9 @@ class Runner:
         for k in extras:
             setattr(pipe, k, None)
         try:
-            yield
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                yield
         finally:
             pipe._progress_bar_config = bar
             logging.set_verbosity(level)
