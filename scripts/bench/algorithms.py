@@ -76,7 +76,7 @@ def train(c: Cell) -> Cell:
             trainer.finish()
             kept = cells.FOLDER.parents[1] / "build" / "bench" / c["claim"]
             shutil.copytree(Path(folder) / "run" / "lora", kept, dirs_exist_ok=True)
-    return made | read(record, is_whole(c), cells.reading(c))
+    return made | read(record, is_whole(c))
 
 
 def is_whole(c: Cell) -> bool:
@@ -100,7 +100,7 @@ def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, 
             point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
             if marks and spent["calls"] >= marks[0]:
                 marks = [x for x in marks if x > spent["calls"]]
-                point |= held_out(trainer, cells.reading(c))
+                point |= held_out(trainer)
             curve.append(point)
             timed = c["kind"] == "time"
             done = it.number == TIMED if timed else spent["calls"] >= c["budget"]
@@ -111,15 +111,15 @@ def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, 
     return spent, curve, ""
 
 
-def held_out(trainer: Trainer, reading: str) -> dict[str, float]:
+def held_out(trainer: Trainer) -> dict[str, float]:
     """Strict accuracy, and the other reward where one is trained on."""
     means = evaluate(trainer)
     keys = {"proxy": "eval/clip", "preference": "eval/preference"}
     others = {name: means[key] for name, key in keys.items() if key in means}
-    return {"strict": means[f"eval/{reading}"], **others}
+    return {"strict": means["eval/shapes/strict"], **others}
 
 
-def read(record: dict[str, Any], whole: bool, reading: str) -> dict[str, Any]:
+def read(record: dict[str, Any], whole: bool) -> dict[str, Any]:
     """What a cell keeps of evaluation.json."""
     rows = {row["name"]: row for row in record["rows"]}
     after, before = rows["after"], rows["before"] if whole else None
@@ -128,14 +128,14 @@ def read(record: dict[str, Any], whole: bool, reading: str) -> dict[str, Any]:
         "after": after["metrics"],
         "paired": record.get("paired"),
         "tasks": after["tasks"],
-        "images": marks_of(after, reading),
-        "images_before": marks_of(before, reading) if before else None,
+        "images": marks_of(after),
+        "images_before": marks_of(before) if before else None,
     }
 
 
-def marks_of(row: dict[str, Any], reading: str) -> str:
+def marks_of(row: dict[str, Any]) -> str:
     """Right (1), wrong (0) or missing (.) of each held-out image."""
-    return "".join("." if v is None else str(int(v)) for v in row["values"][reading])
+    return "".join("." if v is None else str(int(v)) for v in row["values"]["shapes/strict"])
 
 
 def machine() -> dict[str, Any]:
