@@ -15,6 +15,7 @@ from typing import Any
 from flowrl.config.rules import HELP, climbs
 from flowrl.config.training import USES
 from flowrl.runtime import excerpt, registry
+from flowrl.runtime.paths import packaged
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.rule import Rule
 from flowrl.runtime.text import printable
@@ -294,11 +295,7 @@ def has_tokens(source: str) -> bool | None:
         name = str(excerpt.part("flowrl.policy.load", "resolve_source")(source)[0])
     except ValueError:  # a name of no model, which a rule of its own refuses
         return None
-    folder: Any = Path(name)
-    if name.startswith("package:"):
-        package, _, inside = name.removeprefix("package:").partition("/")
-        folder = resources.files(package) / inside
-    named = folder / "model_index.json"
+    named = Path(packaged(name)) / "model_index.json"
     if named.is_file():
         texts = [named.read_text(encoding="utf-8")]
     else:

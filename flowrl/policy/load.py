@@ -32,7 +32,7 @@ from flowrl.policy.weights.waiting import Waiting
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet, waiting
 from flowrl.runtime.memory import ran_out
-from flowrl.runtime.paths import expanded
+from flowrl.runtime.paths import expanded, packaged
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.typed_text import takes_text
 
@@ -307,9 +307,7 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
     without T5) stay absent."""
     from diffusers import DiffusionPipeline
 
-    if source.startswith("package:"):
-        package, _, folder = source.removeprefix("package:").partition("/")
-        source = str(resources.files(package) / folder)
+    source = packaged(source)
     with quiet(), warnings.catch_warnings():
         # diffusers passes the first argument on, and in 0.40 has no other name for the second
         warnings.filterwarnings("ignore", "The `local_dir_use_symlinks`", UserWarning)

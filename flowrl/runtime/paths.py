@@ -7,6 +7,7 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
@@ -33,6 +34,15 @@ def expanded(path: str) -> str:
                 " or write the path out"
             )
     return out
+
+
+def packaged(name: str) -> str:
+    """Return the folder that "package:module/folder" names, of an installed package; any other name
+    is returned as it is."""
+    if not name.startswith("package:"):
+        return name
+    package, _, inside = name.removeprefix("package:").partition("/")
+    return str(resources.files(package) / inside)
 
 
 def located(path: str | Path, folder: str | Path = "") -> Path:

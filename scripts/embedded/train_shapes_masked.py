@@ -39,13 +39,8 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 CODES = 256  # of the codebook; the next number is the mask token
 SIDE = 8  # of the grid of tokens
-MICRO = (
-    64,
-    64,
-    0,
-    0,
-    6,
-)  # width, height, place of the crop, aesthetic score: as the pipeline's own
+# width, height, place of the crop, aesthetic score: as the pipeline's own
+MICRO = (64, 64, 0, 0, 6)
 IDLE = 100  # steps without use after which a code is put somewhere else
 UNSEEN = -100  # a target that does not count
 

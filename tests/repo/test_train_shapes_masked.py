@@ -2,10 +2,10 @@
 batch hides, and what export writes."""
 
 import math
-import shutil
 
 import diffusers
 import pytest
+import stages
 import torch
 import train_shapes_masked as train
 import train_stickers
@@ -22,17 +22,8 @@ def run(stage, work):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A folder of both stages, uninterrupted; `first` has what each saved after its first step."""
-    folder, saved = tmp_path_factory.mktemp("whole"), train_stickers.save
-    (folder / "first").mkdir()
-
-    def kept(path, step, **parts):
-        saved(path, step, **parts)
-        if step == 1:
-            shutil.copy(path, folder / "first")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_stickers, "save", kept)
-        patch.setattr(train, "save", kept)
+    folder = tmp_path_factory.mktemp("whole")
+    with stages.first_saved(folder, train_stickers, train):
         for stage in STAGES:
             run(stage, folder)
     return folder
@@ -40,15 +31,8 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_goes_on_where_it_was_killed(whole, tmp_path, stage):
-    for file in whole.glob("*.pt"):
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / f"{stage}.pt").unlink()
-    shutil.copy(whole / "first" / f"{stage}.pt", tmp_path)
-    run(stage, tmp_path)
-    one, other = (torch.load(folder / f"{stage}.pt") for folder in (whole, tmp_path))
-    for part in ("model", "ema") if stage == "masked" else ("model",):
-        pairs = zip(one[part].values(), other[part].values(), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
+    parts = ("model", "ema") if stage == "masked" else ("model",)
+    stages.assert_goes_on(whole, tmp_path, stage, run, parts)
 
 
 def test_it_is_exported_as_it_ended(whole):

@@ -1,10 +1,9 @@
 """Pretraining of the UNets of shapes, a few steps of it: interrupted and not, and what export
 writes."""
 
-import shutil
-
 import diffusers
 import pytest
+import stages
 import torch
 import train_shapes_sd as train
 import train_stickers
@@ -19,16 +18,8 @@ def run(stage, work):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A folder of both stages, uninterrupted; `first` has what each saved after its first step."""
-    folder, saved = tmp_path_factory.mktemp("whole"), train_stickers.save
-    (folder / "first").mkdir()
-
-    def kept(path, step, **parts):
-        saved(path, step, **parts)
-        if step == 1:
-            shutil.copy(path, folder / "first")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_stickers, "save", kept)
+    folder = tmp_path_factory.mktemp("whole")
+    with stages.first_saved(folder, train_stickers):
         for stage in ("sd", "edit"):
             run(stage, folder)
     return folder
@@ -36,15 +27,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("stage", ["sd", "edit"])
 def test_a_stage_goes_on_where_it_was_killed(whole, tmp_path, stage):
-    for file in whole.glob("*.pt"):
-        (tmp_path / file.name).symlink_to(file)
-    (tmp_path / f"{stage}.pt").unlink()
-    shutil.copy(whole / "first" / f"{stage}.pt", tmp_path)
-    run(stage, tmp_path)
-    one, other = (torch.load(folder / f"{stage}.pt") for folder in (whole, tmp_path))
-    for part in ("model", "ema"):
-        pairs = zip(one[part].values(), other[part].values(), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs)
+    stages.assert_goes_on(whole, tmp_path, stage, run, ("model", "ema"))
 
 
 @pytest.mark.parametrize(

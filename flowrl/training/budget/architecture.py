@@ -23,6 +23,7 @@ from flowrl.policy.folder import INDEX
 from flowrl.policy.load import cast, resolve_source
 from flowrl.runtime import hub, yaml_text
 from flowrl.runtime.log import quiet
+from flowrl.runtime.paths import packaged
 
 SKIPPED = ("scheduler", "tokenizer", "feature_extractor", "image_processor", "processor")
 
@@ -78,10 +79,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def read(source: str) -> Architecture:
     """Read the architecture behind a name of configs/model, a folder or a hub id; ValueError if it
     is neither known nor on this machine."""
-    name = resolve_source(source)[0]
-    if name.startswith("package:"):
-        package, _, inside = name.removeprefix("package:").partition("/")
-        name = str(resources.files(package) / inside)
+    name = packaged(resolve_source(source)[0])
     folder = Path(name) if Path(name).is_dir() else _cached(name)
     if folder is not None:
         return _of_folder(source, folder)
