@@ -76,7 +76,7 @@ def train(c: Cell) -> Cell:
             trainer.finish()
             kept = cells.FOLDER.parents[1] / "build" / "bench" / c["claim"]
             shutil.copytree(Path(folder) / "run" / "lora", kept, dirs_exist_ok=True)
-    return made | read(record, is_whole(c))
+    return made | read(record, c)
 
 
 def is_whole(c: Cell) -> bool:
@@ -89,7 +89,8 @@ def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, 
     its budget was spent: a model that is never right teaches nothing)."""
     curve: list[dict[str, float]] = []
     spent = {"calls": 0.0, "rows": 0.0, "seconds": 0.0}
-    marks = [c["budget"] * share for share in cells.MARKS if is_whole(c)]
+    on_the_way = is_whole(c) and c.get("claim") not in cells.OTHER_MODELS | cells.MASKED
+    marks = [c["budget"] * share for share in cells.MARKS if on_the_way]
     try:
         for it in trainer:
             m = it.metrics
@@ -100,7 +101,7 @@ def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, 
             point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
             if marks and spent["calls"] >= marks[0]:
                 marks = [x for x in marks if x > spent["calls"]]
-                point |= held_out(trainer)
+                point |= held_out(trainer, c)
             curve.append(point)
             timed = c["kind"] == "time"
             done = it.number == TIMED if timed else spent["calls"] >= c["budget"]
@@ -111,31 +112,32 @@ def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, 
     return spent, curve, ""
 
 
-def held_out(trainer: Trainer) -> dict[str, float]:
+def held_out(trainer: Trainer, c: Cell) -> dict[str, float]:
     """Strict accuracy, and the other reward where one is trained on."""
     means = evaluate(trainer)
     keys = {"proxy": "eval/clip", "preference": "eval/preference"}
     others = {name: means[key] for name, key in keys.items() if key in means}
-    return {"strict": means["eval/shapes/strict"], **others}
+    return {"strict": means[f"eval/{cells.world_of(c)}/strict"], **others}
 
 
-def read(record: dict[str, Any], whole: bool) -> dict[str, Any]:
+def read(record: dict[str, Any], c: Cell) -> dict[str, Any]:
     """What a cell keeps of evaluation.json."""
     rows = {row["name"]: row for row in record["rows"]}
-    after, before = rows["after"], rows["before"] if whole else None
+    after, before = rows["after"], rows["before"] if is_whole(c) else None
     return {
         "before": before["metrics"] if before else None,
         "after": after["metrics"],
         "paired": record.get("paired"),
         "tasks": after["tasks"],
-        "images": marks_of(after),
-        "images_before": marks_of(before) if before else None,
+        "images": marks_of(after, c),
+        "images_before": marks_of(before, c) if before else None,
     }
 
 
-def marks_of(row: dict[str, Any]) -> str:
+def marks_of(row: dict[str, Any], c: Cell) -> str:
     """Right (1), wrong (0) or missing (.) of each held-out image."""
-    return "".join("." if v is None else str(int(v)) for v in row["values"]["shapes/strict"])
+    values = row["values"][f"{cells.world_of(c)}/strict"]
+    return "".join("." if v is None else str(int(v)) for v in values)
 
 
 def machine() -> dict[str, Any]:
@@ -160,10 +162,9 @@ def commit() -> str:
 # the queue
 
 
-def start(c: Cell, workers: int) -> str:
-    """Run a cell in a process of its own, with its share of the cores -> a line about it."""
-    threads = str(max(1, (os.cpu_count() or 1) // workers))
-    env = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+def start(c: Cell, threads: int) -> str:
+    """Run a cell in a process of its own, on so many threads -> a line about it."""
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "cell", json.dumps(c)]
     root = cells.FOLDER.parents[1]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=root)
@@ -173,7 +174,9 @@ def start(c: Cell, workers: int) -> str:
     return f"{c['name']} {done.stdout.strip().splitlines()[-1]}"
 
 
-def work(cells_of: Callable[[str], list[Cell]], names: list[str], workers: int) -> None:
+def work(
+    cells_of: Callable[[str], list[Cell]], names: list[str], workers: int, threads: int
+) -> None:
     """Run every cell that `cells_of(name)` gives and that is missing, until there is none."""
     tried: set[str] = set()
     while True:
@@ -185,7 +188,7 @@ def work(cells_of: Callable[[str], list[Cell]], names: list[str], workers: int) 
             return
         tried |= {c["name"] for c in todo}
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            for line in pool.map(lambda c: start(c, workers), todo):
+            for line in pool.map(lambda c: start(c, threads), todo):
                 print(line, flush=True)
 
 
@@ -216,6 +219,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("what", choices=["tune", "run", "claims", "search", "time", "cell"])
     out.add_argument("words", nargs="*")
     out.add_argument("--workers", type=int, default=1)
+    out.add_argument("--threads", type=int, help="of each run; default: its share of the cores")
     out.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `run`")
     return out
 
@@ -242,7 +246,8 @@ def main() -> None:
     if unknown := set(args.words) - set(names):
         parser().error(f"unknown {sorted(unknown)[0]}; there are {', '.join(names)}")
     workers = 1 if args.what == "time" else args.workers
-    work(of[args.what], args.words or names, workers)
+    threads = args.threads or max(1, (os.cpu_count() or 1) // workers)
+    work(of[args.what], args.words or names, workers, threads)
 
 
 if __name__ == "__main__":

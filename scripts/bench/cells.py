@@ -24,9 +24,6 @@ BUDGET = 75_000  # network rows
 MARKS = (1 / 6, 1 / 3, 2 / 3)  # shares of it after which a run is evaluated on its way
 COMMON = [
     "model=shapes-sd3",
-    "data=shapes",
-    "reward=shapes",
-    "reward.shapes.reading=strict",
     "sampler.steps=8",
     "sampler.guidance=none",
     "batch.prompts=8",
@@ -46,6 +43,7 @@ COMMON = [
     "model.self_check=false",
     "optimizer.warmup=0",
 ]
+WORLD = "shapes"  # its prompts, and the verifier that is trained on and read, strictly
 # of 8 steps, about the share that 4 of 25 are, and the same travel
 WINDOW = ["algorithm.window.size=2", "algorithm.window.every=4"]
 FORWARD = ["algorithm.steps=4"]  # noise levels a sample
@@ -183,6 +181,7 @@ class Claim(NamedTuple):
     method: str  # name of configs/algorithm
     words: list[str]  # settings beside those of the method's best run
     share: float  # of BUDGET
+    world: str = WORLD  # whose prompts and verifier
 
 
 def _fraction(share: str) -> list[str]:
@@ -231,9 +230,10 @@ HACKED = {  # what keeps the held-out score where the trained one can be hacked
 }
 KL = "algorithm.kl_weight="
 KLS = ("0", "1e-4", "1e-3", "1e-2", "1", "10")
-UNET = ["model=shapes-sd"]
+UNET, EDIT = ["model=shapes-sd"], ["model=shapes-edit"]
 OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded model
-    f"unet_{method}": Claim(method, UNET, 1) for method in ("flow_grpo", "nft", "refl", "ddpo")
+    **{f"unet_{m}": Claim(m, UNET, 2 / 3) for m in ("flow_grpo", "nft", "refl", "ddpo")},
+    **{f"edit_{m}": Claim(m, EDIT, 2 / 3, "shapes_edit") for m in ("flow_grpo", "nft", "ddpo")},
 }
 # Masked generators share no setting with the flows above, so that no tuning of theirs is read
 TOKENS = ["model=shapes-masked", "eval.solver=euler", "optimizer.lr=1e-3"]
@@ -317,10 +317,13 @@ SEARCHES = {  # 28 samples of each of 348 prompts take about the calls of BUDGET
 TIMED_CLAIMS = [name for name, claim in CLAIMS.items() if {*TWENTY, *LONG} & {*claim.words}]
 
 
-def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> Cell:
+def cell(
+    method: str, words: list[str], *, seed: int, budget: int, kind: str, world: str = WORLD
+) -> Cell:
     """A run to make: its name is a hash of what it is."""
     name = ALGORITHM.get(method, method)
-    settings = [f"algorithm={name}", *COMMON, *words_of(method), *words, f"seed={seed}"]
+    judged = [f"data={world}", f"reward={world}", f"reward.{world}.reading=strict"]
+    settings = [f"algorithm={name}", *judged, *COMMON, *words_of(method), *words, f"seed={seed}"]
     digest = digest_of(tuple(settings), budget)
     return {
         "name": f"{kind}-{method}-{seed}-{digest}",
@@ -330,6 +333,7 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
         "settings": settings,
         "seed": seed,
         "budget": budget,
+        **({} if world == WORLD else {"world": world}),
     }
 
 
@@ -419,8 +423,13 @@ def tune(method: str, words: list[str]) -> Cell:
     return cell(method, [*words, *TUNING], seed=0, budget=budget_of(method) // 3, kind="tune")
 
 
-def score(r: Cell) -> float:
-    return r["after"]["shapes/strict"]["mean"]
+def world_of(c: Cell) -> str:
+    return c.get("world", WORLD)
+
+
+def score(r: Cell, when: str = "after") -> float:
+    """Strict accuracy on held-out pictures, "before" or "after"."""
+    return r[when][f"{world_of(r)}/strict"]["mean"]
 
 
 def climbed(r: Cell) -> float:
@@ -446,7 +455,7 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -
 
 def claims(name: str, kind: str = "claim") -> list[Cell]:
     """The run of a claim, at its method's best setting if that was looked for."""
-    method, words, share = CLAIMS[name]
+    method, words, share, world = CLAIMS[name]
     if name not in MASKED:
         best = finals(method)
         if not best:
@@ -455,10 +464,8 @@ def claims(name: str, kind: str = "claim") -> list[Cell]:
     if "_steps" in name and method in ("nft", "awm", "dgpo"):
         words += ["algorithm.steps=1", "algorithm.first=0", "algorithm.range=1.0"]
     seeds = (0, 1, 2) if name in SEEDED else (0,)
-    return [
-        cell(method, words, seed=seed, budget=int(BUDGET * share), kind=kind) | {"claim": name}
-        for seed in seeds
-    ]
+    what = {"budget": int(BUDGET * share), "kind": kind, "world": world}
+    return [cell(method, words, seed=seed, **what) | {"claim": name} for seed in seeds]
 
 
 def searches(name: str) -> list[Cell]:

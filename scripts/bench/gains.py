@@ -73,7 +73,8 @@ def over_seeds(runs: list[Cell]) -> str:
 
 def gain(runs: list[Cell]) -> Gain:
     """Mean over seeds of after - before, and its interval over texts: it speaks of these runs."""
-    return _over_texts(*([marks(c[key]) for c in runs] for key in ("images_before", "images")))
+    before, after = ([marks(c[key]) for c in runs] for key in ("images_before", "images"))
+    return _over_texts(before, after, cells.world_of(runs[0]))
 
 
 def few_gain(c: Cell) -> Gain:
@@ -85,9 +86,9 @@ def _gain(change: Paired) -> Gain:
     return Gain(change.difference, *change.ci)
 
 
-def _over_texts(before: list[list[float]], after: list[list[float]]) -> Gain:
+def _over_texts(before: list[list[float]], after: list[list[float]], world: str) -> Gain:
     """Marks of the images of each run -> the mean change over runs, and its interval over texts."""
-    groups = texts_of("shapes:eval", len(before[0]))
+    groups = texts_of(f"{world}:eval", len(before[0]))
     return _gain(paired_over_runs(before, after, groups=groups))
 
 
@@ -118,7 +119,8 @@ def difference(runs: list[Cell], others: list[Cell]) -> str:
     seeds = sorted(mine.keys() & theirs.keys())
     if not seeds:
         return ""
-    change = _over_texts(*([marks(way[s]["images"]) for s in seeds] for way in (mine, theirs)))
+    before, after = ([marks(way[s]["images"]) for s in seeds] for way in (mine, theirs))
+    change = _over_texts(before, after, cells.world_of(runs[0]))
     each = [cells.score(theirs[s]) - cells.score(mine[s]) for s in seeds]
     listed = ", ".join(f"{value:+.3f}" for value in each)
     said = f"{change} over texts; by seed {listed}"

@@ -82,7 +82,7 @@ def specialists_table(done: Runs, specialists: Runs) -> str:
     known = {**specialists, "opd": done["opd"], AGAINST: done.get(AGAINST)}
     rows = {"before": by_task(done["opd"], "images_before")}
     rows |= {name: by_task(runs, "images") for name, runs in known.items() if runs}
-    means = {"before": done["opd"][0]["before"]["shapes/strict"]["mean"]}
+    means = {"before": cells.score(done["opd"][0], "before")}
     means |= {name: statistics.mean(map(cells.score, runs)) for name, runs in known.items() if runs}
     tasks = list(rows["before"])
     body = [

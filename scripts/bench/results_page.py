@@ -18,6 +18,7 @@ import cells
 import jinja2
 import plots
 import results_beyond
+import results_models
 from cells import Cell
 from gains import (
     Gain,
@@ -48,9 +49,15 @@ def write() -> None:
     done = _finished(cells.METHODS, cells.finals)
     claims = _finished(cells.CLAIMS, cells.claims)
     proxies = [c for name in list(claims) if name.startswith("proxy_") for c in claims.pop(name)]
-    beyond, hacked, specialists = (
+    beyond, hacked, specialists, others, masked = (
         {name: claims.pop(name) for name in names if name in claims}
-        for names in (cells.BEYOND, cells.HACKED, cells.TEACHERS)
+        for names in (
+            cells.BEYOND,
+            cells.HACKED,
+            cells.TEACHERS,
+            cells.OTHER_MODELS,
+            cells.MASKED,
+        )
     )
     verdicts = cells.FOLDER / "claims.txt"
     tables = {
@@ -63,6 +70,8 @@ def write() -> None:
         "proxy_table": proxy_table(proxies) if proxies else "",
         "proxy_difference": proxy_difference(proxies),
         **results_beyond.tables(done, beyond, hacked, specialists),
+        "models_table": results_models.models_table(done, others),
+        "masked_table": results_models.models_table({}, masked),
         "verdicts": verdicts.read_text().strip() if verdicts.exists() else "",
     }
     PAGE.write_text(page_of(tables))
@@ -127,10 +136,6 @@ def at_shares(c: Cell) -> list[float]:
     return [p["strict"] for p in c["curve"] if "strict" in p] + [cells.score(c)]
 
 
-def before_of(c: Cell) -> float:
-    return c["before"]["shapes/strict"]["mean"]
-
-
 def ranked(done: Runs) -> list[tuple[str, list[Cell]]]:
     """Methods with their runs, the largest gain first."""
     return sorted(done.items(), key=lambda item: -gain(item[1]).mean)
@@ -158,7 +163,7 @@ def setting(c: Cell) -> str:
 def main_table(done: Runs) -> str:
     head = ["method", "gain", "over seeds [95%]", "learns", "over texts [95%]", "after, by seed"]
     head += ["rate, clip", "iterations", "network rows", "rows trained", "seconds", "winner gain"]
-    before = before_of(next(iter(done.values()))[0])
+    before = cells.score(next(iter(done.values()))[0], "before")
     rows = [_main_row(method, runs) for method, runs in ranked(done)]
     return f"Before training: {before:.3f}.\n\n" + table(head, rows)
 
@@ -255,7 +260,7 @@ def _claim_row(name: str, runs: list[Cell]) -> list[str]:
         f"{over.mean:+.3f}",
         over_seeds(runs),
         f"[{over.low:+.3f}, {over.high:+.3f}]",
-        f"{before_of(runs[0]):.3f}",
+        f"{cells.score(runs[0], 'before'):.3f}",
         scores_of(runs),
         f"{iterations:.0f}",
         f"{rows:,.0f}",
@@ -300,7 +305,7 @@ def run_said(method: str, runs: list[Cell]) -> str:
     return (
         "Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all"
         f" methods share, with {own}:\n"
-        f"{before_of(runs[0]):.3f} before, {after} after; gain {said_gain(runs)}."
+        f"{cells.score(runs[0], 'before'):.3f} before, {after} after; gain {said_gain(runs)}."
         " [Results](../results.md) compares the methods.\n\n"
         f"    python scripts/bench/algorithms.py run {method}"
     )
@@ -342,7 +347,7 @@ def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
     """(cost, strict accuracy) before, at the marks and after; seconds are rows times `scale`."""
     of = "calls" if key == "seconds" else key
     points = [(p[of] * scale, p["strict"]) for p in c["curve"] if "strict" in p]
-    return [(0.0, before_of(c)), *points, (c["curve"][-1][of] * scale, cells.score(c))]
+    return [(0.0, cells.score(c, "before")), *points, (c["curve"][-1][of] * scale, cells.score(c))]
 
 
 def show_plots(done: Runs) -> list[str]:

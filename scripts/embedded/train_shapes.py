@@ -390,12 +390,13 @@ def save(path: Path, step: int, **parts) -> None:
 
 
 def resume(path: Path, **parts) -> int:
-    """Load the named parts from a file, if it is there, and return the step it was saved at."""
+    """Load the named parts from a file, if it is there, and return the step it was saved at. What
+    the file does not hold, as the optimizers of weights that were restored, starts anew."""
     if not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(state[name])
+    for name in parts.keys() & state.keys():
+        parts[name].load_state_dict(state[name])
     return state["step"]
 
 

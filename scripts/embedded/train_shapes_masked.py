@@ -5,6 +5,8 @@ masked transformer (MaskGIT, arXiv:2202.04200), in the classes of aMUSEd (arXiv:
     python scripts/embedded/train_shapes_masked.py masked --work runs/shapes-masked  # 20 minutes
     python scripts/embedded/train_shapes_masked.py export --work runs/shapes-masked
 
+Where the checkpoints are lost, `restore` makes them from the weights that ship, and `masked` goes on.
+
 The autoencoder starts from the VAE of shapes-sd3, whose grid is twice as fine: one level is added.
 The text encoder starts as the first one of shapes-sd3 and is trained on with the transformer.
 
@@ -14,8 +16,10 @@ A stage saves and goes on as those of train_stickers.py do.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -237,7 +241,22 @@ def export(args: argparse.Namespace) -> None:
     write(args, pipe, __file__, data, vq_steps=vq_steps, steps=steps)
 
 
-STAGES: Stages = {"vq": train_vq, "masked": train_masked, "export": export}
+def restore(args: argparse.Namespace) -> None:
+    """Write checkpoints of what --out holds: weights alone, so that optimizers start anew."""
+    pipe = AmusedPipeline.from_pretrained(args.out, dtype=torch.float32)
+    known = json.loads((Path(args.out) / "provenance.json").read_text())
+    autoencoder, model = Quantised(), Generator()
+    autoencoder.vq.load_state_dict(pipe.vqvae.state_dict())
+    model.text_encoder.load_state_dict(pipe.text_encoder.state_dict())
+    model.transformer.load_state_dict(pipe.transformer.state_dict())
+    save(args.work / "vq.pt", known["vq_steps"], model=autoencoder)
+    save(args.work / "masked.pt", known["steps"], model=model, ema=model)
+    said = f"Until step {known['steps']} the settings were {json.dumps(known['settings'])}."
+    history = [*known.get("history", []), f"{said} Optimizers started anew from these weights."]
+    (args.work / "history.json").write_text(json.dumps(history))
+
+
+STAGES: Stages = {"vq": train_vq, "masked": train_masked, "export": export, "restore": restore}
 
 
 def arguments() -> argparse.ArgumentParser:

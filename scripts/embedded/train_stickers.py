@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,16 +106,24 @@ def fit_autoencoder(
     make: Callable[[], torch.nn.Module],
     data: Callable[[int, torch.Generator], Tensor],
     decode: Callable[[Any, Tensor], Tensor] = lambda model, z: model.decode(z).sample,
+    *,
+    muon: bool = False,
 ) -> None:
     """Train the autoencoder that `make` makes on batches of `data(count, generator)`.
 
-    Errors of pixels and of their differences, and a KL to the unit normal.
+    Errors of pixels and of their differences, and a KL to the unit normal. muon: whether kernels
+    are trained by Muon.
     """
     torch.manual_seed(args.seed)
     model: Any = make().to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    kernels = [p for p in model.parameters() if muon and p.ndim > 3 and min(p.flatten(1).shape) > 1]
+    others = [p for p in model.parameters() if all(p is not kernel for kernel in kernels)]
+    adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": adamw}
+    if kernels:
+        optimizers["muon"] = KernelMuon(kernels)
     path = args.work / f"{stage}.pt"
-    start = resume(path, model=model, optimizer=optimizer)
+    start = resume(path, model=model, **optimizers)
     for step in range(start, args.vae_steps):
         g = generator_of(args, step)
         x = data(args.vae_batch, g).to(args.device)
@@ -123,13 +132,14 @@ def fit_autoencoder(
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         loss = error.abs().mean() + error.square().mean() + edges(error).abs().mean()
         loss = loss + args.vae_kl * kl
-        descend(loss, model, [optimizer], learning_rate(step, args.vae_steps, args.vae_lr))
+        rate = learning_rate(step, args.vae_steps, args.vae_lr)
+        descend(loss, model, optimizers.values(), rate)
         if step % 50 == 0:
             mse = error.square().mean().item()
             said = f"loss {loss.item():.4f} mse {mse:.5f} kl {kl.item():.3f}"
             print(f"{stage} {step} {said}", flush=True)
         if (step + 1) % args.save == 0 or step + 1 == args.vae_steps:
-            save(path, step + 1, model=model, optimizer=optimizer)
+            save(path, step + 1, model=model, **optimizers)
 
 
 def train_vae(args: argparse.Namespace) -> None:
@@ -398,9 +408,21 @@ class Muon(torch.optim.Muon):
                 state = self.state[p]
                 mean = state.setdefault("momentum_buffer", torch.zeros_like(p))
                 mean.lerp_(p.grad, 1 - momentum)
-                update = orthogonal(p.grad.lerp(mean, momentum), *group["ns_coefficients"])
+                ahead = p.grad.lerp(mean, momentum).flatten(1)
+                update = orthogonal(ahead, *group["ns_coefficients"])
                 p.mul_(1 - rate * group["weight_decay"])
-                p.add_(update, alpha=-rate * 0.2 * max(p.shape) ** 0.5)  # as match_rms_adamw
+                scale = rate * 0.2 * max(update.shape) ** 0.5  # as match_rms_adamw
+                p.add_(update.view_as(p), alpha=-scale)
+
+
+class KernelMuon(Muon):
+    """Muon for kernels of convolutions, which torch's refuses: a kernel is the matrix of its
+    outputs by all that each of them reads."""
+
+    def __init__(self, kernels: Sequence[Tensor]) -> None:
+        defaults = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.0}
+        defaults |= {"ns_coefficients": (3.4445, -4.775, 2.0315)}
+        torch.optim.Optimizer.__init__(self, kernels, defaults)
 
 
 def orthogonal(x: Tensor, a: float, b: float, c: float) -> Tensor:
@@ -498,6 +520,9 @@ def write(
         "settings": {k: v for k, v in vars(args).items() if k not in OF_A_MACHINE},
         "parameters": sizes,
     }
+    earlier = args.work / "history.json"  # of weights that were restored
+    if earlier.exists():
+        provenance["history"] = json.loads(earlier.read_text())
     finish(Path(args.out), provenance)
 
 

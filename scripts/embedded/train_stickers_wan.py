@@ -136,7 +136,8 @@ def unclamped(model: Any, z: Tensor) -> Tensor:
 
 def train_wan_vae(args: argparse.Namespace) -> None:
     data = partial(videos, motions=WORLDS[args.world])
-    fit_autoencoder(args, "wan-vae", fresh_vae, data, unclamped)
+    # with AdamW a loss of 0.28 takes 250 steps in place of 100
+    fit_autoencoder(args, "wan-vae", fresh_vae, data, unclamped, muon=True)
 
 
 def wan_tokenizer(language: grammar.Language = WORLD) -> PreTrainedTokenizerFast:
@@ -281,7 +282,7 @@ STAGES: Stages = {"wan-vae": train_wan_vae, "wan": train_wan, "export-wan": expo
 
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__ or "", STAGES, "flowrl/scenes/stickers/wan")
-    add_vae(made, vae_steps=2000, vae_batch=4, vae_lr=1e-3)
+    add_vae(made, vae_steps=2000, vae_batch=4, vae_lr=3e-3)
     add_denoiser(made, steps=10_000, batch=32, scenes=12_000)
     made.add_argument("--world", choices=list(WORLDS), default="stickers")
     made.add_argument("--plain", type=float, default=0.7, help="share of motions on white")

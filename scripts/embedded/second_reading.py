@@ -1,0 +1,289 @@
+"""A second reading of coloured shapes, by a small network: a judge that no reward trains on.
+
+    python scripts/embedded/second_reading.py train         # minutes on two cores
+    python scripts/embedded/second_reading.py run RUN ...   # both readings, before and after a run
+
+The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
+shapes. The network has seen drawn scenes alone, blurred and noisy, in which some objects are pale,
+of two colours or cut: those it calls unclear, and a picture with one is not right. `run` draws the
+held-out prompts of a run's folder without guidance, with and without its LoRA, and says how often
+each reading accepts them and how often both say the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from train_shapes import learning_rate
+
+import flowrl
+from flowrl.data import conditions
+from flowrl.data.prompts import load_prompts
+from flowrl.scenes import grammar, world
+from flowrl.scenes import shapes as small
+from flowrl.scenes.edits import Edits
+from flowrl.scenes.motions import verdict
+from flowrl.shapes import scenes, verify
+from flowrl.types import MediaContext
+
+WEIGHTS = Path(__file__).with_suffix(".safetensors")
+SHAPES, COLORS = [*scenes.SHAPES], [*scenes.COLORS]
+CELL = 4  # px a side of what one place of the network's answer stands for
+SIDE = scenes.PIXELS // CELL
+UNCLEAR = ("pale", "two colours", "cut")
+SHARES = torch.tensor([0.7, 0.14, 0.1, 0.06])  # of clear objects, and of UNCLEAR
+FINE = 3  # points a side of a pixel that are drawn
+
+
+class Reader(nn.Module):
+    """Pictures (B, 3, 64, 64) in [0, 1] -> (B, 14, 16, 16): whether an object's centre is here,
+    whether it is unclear, 3 shapes and 6 colours (logits), and where in the cell and how large."""
+
+    def __init__(self, width: int = 40) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 5, stride=2, padding=2),
+            nn.GroupNorm(8, width),
+            nn.SiLU(),
+            nn.Conv2d(width, width, 3, stride=2, padding=1),
+        )
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.GroupNorm(8, width),
+                nn.SiLU(),
+                nn.Conv2d(width, width, 3, padding=dilation, dilation=dilation),
+                nn.GroupNorm(8, width),
+                nn.SiLU(),
+                nn.Conv2d(width, width, 3, padding=1),
+            )
+            for dilation in (1, 2, 1)
+        )
+        self.head = nn.Conv2d(width, 2 + len(SHAPES) + len(COLORS) + 3, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.stem(1 - x)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h).split([1, 1, len(SHAPES), len(COLORS), 3], 1)
+
+
+# ---------------------------------------------------------------------------
+# drawn scenes
+
+
+def placed(g: torch.Generator) -> list[world.Placed]:
+    """Up to five objects, on the grid of the pictures or anywhere, as in edits and motions."""
+    count = int(torch.randint(6, (), generator=g))
+    kinds = torch.randint(len(SHAPES) * len(COLORS), (count,), generator=g).tolist()
+    named = [(SHAPES[k % 3], COLORS[k // 3]) for k in kinds]
+    if count in (0, 5) or torch.rand((), generator=g) < 0.5:
+        drawn = scenes.place(named, g)
+        return [world.Placed(f"{o.color} {o.shape}", o.x, o.y, 2 * o.size) for o in drawn]  # type: ignore[arg-type]
+    names = [f"{color} {shape}" for shape, color in named]
+    return [*world.place(names, small.SHAPES.sizes, g)]
+
+
+def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(pictures (count, 3, 64, 64), a row (picture, x, y, size, shape, colour, unclear) of each
+    object)."""
+    rows = [
+        (i, o.x, o.y, o.size, SHAPES.index(shape), COLORS.index(color))
+        for i in range(count)
+        for o in placed(g)
+        for color, shape in [o.name.split()]
+    ]
+    table = torch.tensor(rows)
+    kind = torch.multinomial(SHARES, len(table), replacement=True, generator=g)
+    strength = torch.rand(len(table), generator=g)
+    alpha = torch.where(kind == 1, 0.12 + 0.3 * strength, 1 - 0.35 * strength * (strength < 0.3))
+    pictures = torch.ones(count, 3, scenes.PIXELS, scenes.PIXELS)
+    angle = 6.2832 * torch.rand(len(table), generator=g)
+    other = (table[:, 5].long() + torch.randint(1, 6, (len(table),), generator=g)) % len(COLORS)
+    colors = torch.tensor([*scenes.COLORS.values()])
+    n = scenes.PIXELS * FINE
+    line = (torch.arange(n) + 0.5) / FINE
+    for row, k, a, turn, mixed in zip(table, kind, alpha, angle, other, strict=True):
+        picture, shape, color = int(row[0]), SHAPES[int(row[4])], int(row[5])
+        u = ((line - row[1]) / row[3] * 2).expand(n, n)
+        v = ((line - row[2]) / row[3] * 2)[:, None].expand(n, n)
+        along = u * turn.cos() + v * turn.sin()
+        mask = scenes.INSIDE[shape](u, v)
+        if k == 3:
+            mask = mask & (along < 0.1)
+        cover = a * F.avg_pool2d(mask.float()[None], FINE)
+        ink = colors[color][:, None, None].expand(3, *cover.shape[1:])
+        if k == 2:
+            share = F.avg_pool2d(((along + 0.7) / 1.4).clamp(0, 1)[None], FINE)
+            ink = ink * (1 - share) + colors[int(mixed)][:, None, None] * share
+        pictures[picture] = pictures[picture] * (1 - cover) + ink * cover
+    return softened(pictures, g), torch.cat([table, (kind > 0)[:, None]], 1)
+
+
+def softened(pictures: Tensor, g: torch.Generator) -> Tensor:
+    """Blurred by up to a pixel, and noisy."""
+    width, noise = torch.rand(2, len(pictures), 1, 1, 1, generator=g)
+    near = F.avg_pool2d(F.pad(pictures, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
+    soft = torch.lerp(pictures, near, 0.7 * width)
+    return (soft + 0.03 * noise * torch.randn(soft.shape, generator=g)).clamp(0, 1)
+
+
+def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
+    """Of centres everywhere, and of what is said at the objects' own places."""
+    center, unclear, shape, color, where = answer
+    picture, x, y, size, kind, hue, wrong = table.T
+    column, row = (x / CELL).long().clamp(0, SIDE - 1), (y / CELL).long().clamp(0, SIDE - 1)
+    at = picture.long(), slice(None), row, column
+    asked = torch.zeros_like(center)
+    asked[at] = 1.0
+    clear = wrong == 0
+    place = torch.stack([x / CELL - column, y / CELL - row, size / 16], 1)
+    return (
+        F.binary_cross_entropy_with_logits(center, asked, pos_weight=torch.tensor(8.0)) * 20
+        + F.binary_cross_entropy_with_logits(unclear[at][:, 0], wrong)
+        + F.cross_entropy(shape[at][clear], kind[clear].long())
+        + F.cross_entropy(color[at][clear], hue[clear].long())
+        + 2 * (where[at] - place)[clear].abs().mean()
+    )
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    model = Reader().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    for step in range(args.steps):
+        x, table = drawn(args.batch, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
+        loss = loss_of(model(x.contiguous(memory_format=torch.channels_last)), table)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps, args.lr)
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"{step} loss {loss.item():.4f}", flush=True)
+    model = model.to(memory_format=torch.contiguous_format).half()
+    said = {"made_by": f"scripts/embedded/{Path(__file__).name}", "steps": str(args.steps)}
+    save_file(model.state_dict(), WEIGHTS, said)
+
+
+# ---------------------------------------------------------------------------
+# reading
+
+
+class Second:
+    """The network's reading of the world of shapes."""
+
+    def __init__(self) -> None:
+        self.model = Reader()
+        self.model.load_state_dict({k: w.float() for k, w in load_file(WEIGHTS).items()})
+
+    @torch.no_grad()
+    def detect(self, images: Tensor) -> list[world.FoundScene]:
+        """(B, 3, 64, 64) in [0, 1] -> what each shows; an unclear object has no name."""
+        out = []
+        for some in images.split(256):
+            center, unclear, shape, color, where = self.model(some)
+            peak = (center == F.max_pool2d(center, 3, 1, 1)) & (center > 0)
+            for i in range(len(some)):
+                rows, columns = peak[i, 0].nonzero().T
+                kinds, hues = (
+                    shape[i, :, rows, columns].argmax(0),
+                    color[i, :, rows, columns].argmax(0),
+                )
+                u, v, size = where[i, :, rows, columns]
+                clear = unclear[i, 0, rows, columns] < 0
+                found = tuple(
+                    world.FoundObject(f"{COLORS[c]} {SHAPES[k]}" if sure else None, x, y, 16 * s)
+                    for k, c, sure, x, y, s in zip(
+                        kinds.tolist(),
+                        hues.tolist(),
+                        clear.tolist(),
+                        (CELL * (columns + u)).tolist(),
+                        (CELL * (rows + v)).tolist(),
+                        size.tolist(),
+                        strict=True,
+                    )
+                )
+                out.append(world.FoundScene(found, "white"))
+        return out
+
+    def strict(self, name: str, media: Tensor, context: MediaContext) -> list[bool]:
+        """Whether each medium is right. name: of the reward whose judgement this one is beside."""
+        rows = context.meta
+        if name == "shapes":
+            found = self.detect(media)
+            pairs = zip(found, rows, strict=True)
+            return [verify.strict(listed(one), row["include"]) for one, row in pairs]
+        if name == "shapes_motion":
+            found, frames = self.detect(media.flatten(0, 1)), media.shape[1]
+            videos = [found[i : i + frames] for i in range(0, len(found), frames)]
+            asked = [grammar.read(r["prompt"], small.SHAPES.language, grammar.Motion) for r in rows]
+            said = [verdict(*row) for row in zip(videos, asked, strict=True)]
+        else:
+            edits = Edits(replace(small.SHAPES, detect=self.detect))
+            asked = [grammar.read(r["prompt"], small.SHAPES.language, grammar.Edit) for r in rows]
+            before = small.detect(
+                context.source
+            )  # drawn pictures, which the verifier reads exactly
+            said = [
+                edits.verdict(*row) for row in zip(before, self.detect(media), asked, strict=True)
+            ]
+        return [one["strict"] == 1 for one in said]
+
+
+def listed(found: world.FoundScene) -> list[verify.FoundShape]:
+    out = []
+    for o in found.objects:
+        color, shape = o.name.split() if o.name else ("", None)
+        out.append(verify.FoundShape(shape, color, o.x, o.y, o.size, o.size))
+    return out
+
+
+def both(cfg: flowrl.Config, lora: Path | None) -> tuple[list[bool], list[bool]]:
+    """Verdicts of the verifier and of the network on the held-out prompts of a run."""
+    name = next(iter(cfg.reward))
+    known = load_prompts(cfg.data.eval)
+    rows: list[Any] = [known[i % len(known)] for i in range(cfg.eval.images)]
+    given = conditions.of(rows)
+    call = {**cfg.model.pipeline, "example": given[0] if given else None}
+    policy = flowrl.load_policy(cfg.model.source, lora=lora, **call)
+    how = {"steps": cfg.eval.steps, "solver": cfg.eval.solver, "guidance": "none"}
+    media = flowrl.generate(policy, rows, **how)
+    context = conditions.context_of(rows, media)
+    texts = [row["prompt"] for row in rows]
+    first = flowrl.score(media, texts, {name: {"reading": "strict"}}, context).total
+    return (first > 0).tolist(), Second().strict(name, media, context)
+
+
+def run(args: argparse.Namespace) -> None:
+    for folder in args.runs:
+        cfg = flowrl.load_config(folder / "config.yaml")
+        for when, lora in (("before", None), ("after", folder / "lora")):
+            first, second = both(cfg, lora)
+            same = sum(a == b for a, b in zip(first, second, strict=True)) / len(first)
+            shares = [sum(each) / len(each) for each in (first, second)]
+            print(
+                f"{folder} {when}: verifier {shares[0]:.3f}, network {shares[1]:.3f},"
+                f" same verdict {same:.3f} of {len(first)}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("what", choices=["train", "run"])
+    parser.add_argument("runs", type=Path, nargs="*")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--batch", type=int, default=48)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    {"train": train, "run": run}[given.what](given)

@@ -1,0 +1,76 @@
+"""What a person and a second network say of samples that the verifier of shapes judges."""
+
+import contact_sheet
+import pytest
+import second_reading
+import torch
+
+from flowrl.data.prompts import load_prompts
+from flowrl.scenes import shapes as small
+from flowrl.types import MediaContext
+
+SHEETS = sorted(path.stem for path in contact_sheet.FOLDER.glob("*.txt"))
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_a_person_agrees_with_the_verifier_on_samples_of_an_embedded_model(name, capsys):
+    contact_sheet.read(name)
+    said = capsys.readouterr().out
+    assert float(said.partition("agrees on ")[2].split()[0]) >= 0.95 and "of 200" in said
+
+
+def test_agreement_names_the_samples_that_one_alone_calls_right():
+    assert contact_sheet.agreement("0110", {1, 3}) == ([2], [3])
+    with pytest.raises(SystemExit, match="samples 0 to 3, and none 4"):
+        contact_sheet.agreement("0110", {4})
+
+
+def test_a_sheet_shows_an_edit_beside_its_source_and_a_video_as_a_square():
+    edit = load_prompts("shapes_edit:eval")[0]
+    sample = torch.zeros(3, 64, 64)
+    both = contact_sheet.shown(sample, edit)
+    assert both.shape == (3, 64, 129) and both[..., :64].max() == 1 and not both[..., 65:].any()
+    video = torch.arange(9.0)[:, None, None, None].expand(9, 3, 64, 64)
+    square = contact_sheet.shown(video, {})
+    assert square.shape == (3, 195, 195)
+    assert [square[0, y, x].item() for y in (0, 65, 130) for x in (0, 65, 130)] == [*range(9)]
+
+
+def test_drawn_objects_are_as_their_rows_say():
+    g = torch.Generator().manual_seed(0)
+    pictures, table = second_reading.drawn(48, g)
+    clear = table[table[:, 6] == 0]
+    assert 0.5 < len(clear) / len(table) < 0.9 and pictures.shape == (48, 3, 64, 64)
+    found = small.detect(pictures)
+    right = 0
+    for picture, x, y, _, shape, color, _ in clear.tolist():
+        name = f"{second_reading.COLORS[int(color)]} {second_reading.SHAPES[int(shape)]}"
+        own = [o for o in found[int(picture)].objects if o.name == name]
+        right += any(abs(o.x - x) < 2 and abs(o.y - y) < 2 for o in own)
+    assert right / len(clear) > 0.95
+
+
+def test_the_network_reads_drawn_pictures_edits_and_motions():
+    second = second_reading.Second()
+    for name, motions in (("shapes_motion", True), ("shapes_edit", False)):
+        rows = load_prompts(f"{name}:eval")[:24]
+        if motions:
+            scenes = [small.MOTIONS.frames(row["prompt"], i) for i, row in enumerate(rows)]
+            media = torch.stack([torch.stack([small.render(s) for s in one]) for one in scenes])
+            context = MediaContext(meta=rows)
+        else:
+            pairs = [small.EDITS.pair(row["prompt"], i) for i, row in enumerate(rows)]
+            before, media = (
+                torch.stack([small.render(s) for s in side]) for side in zip(*pairs, strict=True)
+            )
+            context = MediaContext(meta=rows, source=before)
+        right = second.strict(name, media, context)
+        wrong = second.strict(name, media.roll(1, 0), context)
+        assert sum(right) >= 22 and sum(wrong) <= 2
+
+
+def test_the_network_calls_pale_objects_unclear():
+    image = small.render(small.EDITS.pair("remove the red circle", 0)[1])
+    pale = 1 - 0.3 * (1 - image)
+    found = second_reading.Second().detect(torch.stack([image, pale]))
+    assert [[o.name is not None for o in one.objects] for one in found] == [[True], [False]]
