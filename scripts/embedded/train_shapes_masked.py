@@ -5,7 +5,7 @@ masked transformer (MaskGIT, arXiv:2202.04200), in the classes of aMUSEd (arXiv:
     python scripts/embedded/train_shapes_masked.py masked --work runs/shapes-masked  # 20 minutes
     python scripts/embedded/train_shapes_masked.py export --work runs/shapes-masked
 
-Where the checkpoints are lost, `restore` makes them from the weights that ship, and `masked` goes on.
+Where checkpoints are lost, `restore` makes them from the weights that ship, and `masked` goes on.
 
 The autoencoder starts from the VAE of shapes-sd3, whose grid is twice as fine: one level is added.
 The text encoder starts as the first one of shapes-sd3 and is trained on with the transformer.
