@@ -1,18 +1,22 @@
 """A second reading of coloured shapes, by a small network: a judge that no reward trains on.
 
-    python scripts/embedded/second_reading.py train         # minutes on two cores
-    python scripts/embedded/second_reading.py run RUN ...   # both readings, before and after a run
+    python scripts/embedded/second_reading.py train       # minutes on two cores
+    flowrl train experiment=quickstart-unet \\
+        reward=scripts/embedded/second_reading.py:second reward.second.weight=0 output=RUN
+    python scripts/embedded/second_reading.py agree RUN   # both readings, before and after training
 
 The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
 shapes. The network has seen drawn scenes alone, blurred and noisy, in which some objects are pale,
-of two colours or cut: those it calls unclear, and a picture with one is not right. `run` draws the
-held-out prompts of a run's folder without guidance, with and without its LoRA, and says how often
-each reading accepts them and how often both say the same.
+of two colours or cut: those it calls unclear, and a picture with one is not right.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torchvision.transforms.functional import to_tensor
 from train_shapes import learning_rate
 
 import flowrl
-from flowrl.data import conditions
-from flowrl.data.prompts import load_prompts
 from flowrl.scenes import grammar, world
 from flowrl.scenes import shapes as small
 from flowrl.scenes.edits import Edits
@@ -213,26 +216,24 @@ class Second:
                 out.append(world.FoundScene(found, "white"))
         return out
 
-    def strict(self, name: str, media: Tensor, context: MediaContext) -> list[bool]:
-        """Whether each medium is right. name: of the reward whose judgement this one is beside."""
-        rows = context.meta
-        if name == "shapes":
-            found = self.detect(media)
-            pairs = zip(found, rows, strict=True)
-            return [verify.strict(listed(one), row["include"]) for one, row in pairs]
-        if name == "shapes_motion":
+    def strict(self, media: Tensor, rows: Sequence[dict[str, Any]]) -> list[bool]:
+        """Whether each medium is as its prompt's row asks: a picture, an edit or a video."""
+        if "include" in rows[0]:
+            pairs = zip(self.detect(media), rows, strict=True)
+            return [verify.strict(listed(found), row["include"]) for found, row in pairs]
+        language, texts = small.SHAPES.language, [row["prompt"] for row in rows]
+        if media.ndim == 5:
+            asked = [grammar.read(text, language, grammar.Motion) for text in texts]
             found, frames = self.detect(media.flatten(0, 1)), media.shape[1]
             videos = [found[i : i + frames] for i in range(0, len(found), frames)]
-            asked = [grammar.read(r["prompt"], small.SHAPES.language, grammar.Motion) for r in rows]
             said = [verdict(*row) for row in zip(videos, asked, strict=True)]
         else:
             edits = Edits(replace(small.SHAPES, detect=self.detect))
-            asked = [grammar.read(r["prompt"], small.SHAPES.language, grammar.Edit) for r in rows]
-            before = small.detect(
-                context.source
-            )  # drawn pictures, which the verifier reads exactly
+            asked = [grammar.read(text, language, grammar.Edit) for text in texts]
+            # the sources are drawn, and the verifier reads what is drawn without an error
+            sources = small.detect(torch.stack([to_tensor(row["image"]) for row in rows]))
             said = [
-                edits.verdict(*row) for row in zip(before, self.detect(media), asked, strict=True)
+                edits.verdict(*row) for row in zip(sources, self.detect(media), asked, strict=True)
             ]
         return [one["strict"] == 1 for one in said]
 
@@ -245,40 +246,38 @@ def listed(found: world.FoundScene) -> list[verify.FoundShape]:
     return out
 
 
-def both(cfg: flowrl.Config, lora: Path | None) -> tuple[list[bool], list[bool]]:
-    """Verdicts of the verifier and of the network on the held-out prompts of a run."""
-    name = next(iter(cfg.reward))
-    known = load_prompts(cfg.data.eval)
-    rows: list[Any] = [known[i % len(known)] for i in range(cfg.eval.images)]
-    given = conditions.of(rows)
-    call = {**cfg.model.pipeline, "example": given[0] if given else None}
-    policy = flowrl.load_policy(cfg.model.source, lora=lora, **call)
-    how = {"steps": cfg.eval.steps, "solver": cfg.eval.solver, "guidance": "none"}
-    media = flowrl.generate(policy, rows, **how)
-    context = conditions.context_of(rows, media)
-    texts = [row["prompt"] for row in rows]
-    first = flowrl.score(media, texts, {name: {"reading": "strict"}}, context).total
-    return (first > 0).tolist(), Second().strict(name, media, context)
+@functools.cache
+def reader() -> Second:
+    return Second()
 
 
-def run(args: argparse.Namespace) -> None:
+@flowrl.reward(
+    scale="0 or 1: whether the second reading accepts the sample", needs=("meta",), range=(0.0, 1.0)
+)
+def second(media: Tensor, prompts: list[str], context: MediaContext) -> Tensor:
+    """The reading as a reward to be looked at: give it the weight 0."""
+    return torch.tensor(reader().strict(media.cpu(), context.meta), dtype=torch.float32)
+
+
+def agree(args: argparse.Namespace) -> None:
+    """Print both readings of a run's held-out samples, and how often they say the same."""
     for folder in args.runs:
-        cfg = flowrl.load_config(folder / "config.yaml")
-        for when, lora in (("before", None), ("after", folder / "lora")):
-            first, second = both(cfg, lora)
-            same = sum(a == b for a, b in zip(first, second, strict=True)) / len(first)
-            shares = [sum(each) / len(each) for each in (first, second)]
+        rows = json.loads((folder / "evaluation.json").read_text())["rows"]
+        for row in rows:
+            keys = [key for key in row["values"] if key.endswith("/strict")] + ["second"]
+            first, other = (row["values"][key] for key in keys)
+            same = statistics.mean(float(a == b) for a, b in zip(first, other, strict=True))
+            shares = [statistics.mean(values) for values in (first, other)]
             print(
-                f"{folder} {when}: verifier {shares[0]:.3f}, network {shares[1]:.3f},"
-                f" same verdict {same:.3f} of {len(first)}",
-                flush=True,
+                f"{folder} {row['name']}: verifier {shares[0]:.3f}, network {shares[1]:.3f},"
+                f" same verdict on {same:.3f} of {len(first)}"
             )
 
 
 if __name__ == "__main__":
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("what", choices=["train", "run"])
+    parser.add_argument("what", choices=["train", "agree"])
     parser.add_argument("runs", type=Path, nargs="*")
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=48)
@@ -286,4 +285,4 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
-    {"train": train, "run": run}[given.what](given)
+    {"train": train, "agree": agree}[given.what](given)

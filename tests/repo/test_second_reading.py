@@ -5,8 +5,10 @@ import pytest
 import second_reading
 import torch
 
+import flowrl
 from flowrl.data.prompts import load_prompts
 from flowrl.scenes import shapes as small
+from flowrl.scenes import world
 from flowrl.types import MediaContext
 
 SHEETS = sorted(path.stem for path in contact_sheet.FOLDER.glob("*.txt"))
@@ -50,23 +52,30 @@ def test_drawn_objects_are_as_their_rows_say():
     assert right / len(clear) > 0.95
 
 
-def test_the_network_reads_drawn_pictures_edits_and_motions():
+def test_the_network_reads_drawn_edits_and_motions():
     second = second_reading.Second()
-    for name, motions in (("shapes_motion", True), ("shapes_edit", False)):
-        rows = load_prompts(f"{name}:eval")[:24]
-        if motions:
-            scenes = [small.MOTIONS.frames(row["prompt"], i) for i, row in enumerate(rows)]
-            media = torch.stack([torch.stack([small.render(s) for s in one]) for one in scenes])
-            context = MediaContext(meta=rows)
-        else:
-            pairs = [small.EDITS.pair(row["prompt"], i) for i, row in enumerate(rows)]
-            before, media = (
-                torch.stack([small.render(s) for s in side]) for side in zip(*pairs, strict=True)
-            )
-            context = MediaContext(meta=rows, source=before)
-        right = second.strict(name, media, context)
-        wrong = second.strict(name, media.roll(1, 0), context)
-        assert sum(right) >= 22 and sum(wrong) <= 2
+    rows = load_prompts("shapes_motion:eval")[:24]
+    scenes = [small.MOTIONS.frames(row["prompt"], i) for i, row in enumerate(rows)]
+    videos = torch.stack([torch.stack([small.render(s) for s in one]) for one in scenes])
+    rows = load_prompts("shapes_edit:eval")[:24]
+    pairs = [small.EDITS.pair(row["prompt"], i) for i, row in enumerate(rows)]
+    before = [small.EDITS.picture(scene) for scene, _ in pairs]
+    edits = [row | {"image": one} for row, one in zip(rows, before, strict=True)]
+    results = torch.stack([small.render(after) for _, after in pairs])
+    for media, asked in ((videos, load_prompts("shapes_motion:eval")[:24]), (results, edits)):
+        assert sum(second.strict(media, asked)) >= 22
+        assert sum(second.strict(media.roll(1, 0), asked)) <= 2
+
+
+def test_a_run_can_have_the_second_reading_beside_its_reward():
+    rows = [row for row in load_prompts("shapes:eval") if row["task"] == "colors"][:8]
+    color, shape = rows[0]["prompt"].split()[1:]
+    scene = world.Scene((world.Placed(f"{color} {shape}", 30, 30, 16),))
+    media = small.render(scene).expand(8, -1, -1, -1)
+    own = {"scripts/embedded/second_reading.py:second": {}}
+    total = flowrl.score(media, [r["prompt"] for r in rows], own, MediaContext(meta=rows)).total
+    same = [r["prompt"] == rows[0]["prompt"] for r in rows]
+    assert total.tolist() == [float(one) for one in same]
 
 
 def test_the_network_calls_pale_objects_unclear():
