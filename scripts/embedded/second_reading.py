@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_tensor
-from train_shapes import learning_rate
 
 import flowrl
 from flowrl.scenes import grammar, world
@@ -157,6 +156,8 @@ def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
 
 
 def train(args: argparse.Namespace) -> None:
+    from train_shapes import learning_rate  # a reward is loaded from its file alone
+
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     model = Reader().to(memory_format=torch.channels_last)
