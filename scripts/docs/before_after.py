@@ -1,30 +1,34 @@
-"""Draw docs/images/before_after.png from a run of the quickstart.
+"""Draw what an embedded model's run changed: docs/images/before_after.png and its like.
 
     flowrl train experiment=quickstart output=runs/picture
     python scripts/docs/before_after.py runs/picture
+    python scripts/docs/before_after.py runs/video --output docs/images/before_after_video.webp
 
-Eight prompts, each once: the first six that were wrong before training and are right after it, and
-the first two that are still wrong, in the order of `shapes:eval`. Nothing is chosen by its looks.
-The picture in the repository is of a run that was stopped after 28 of its 50 iterations: 17 of the
-87 texts were right before, 61 after.
+Eight held-out prompts, each once: the first six that were wrong before training and are right after
+it, and the first two that are still wrong, in the order of the list. Nothing is chosen by its
+looks. An edit has its source at its left, and videos move.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torchvision.transforms.functional import to_tensor
 
 import flowrl
+from flowrl.data import conditions
 from flowrl.data.prompts import load_prompts
 from flowrl.report import grids
-from flowrl.types import MediaContext
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "images" / "before_after.png"
 FIXED, FAILED = 6, 2
 LEGEND = ((grids.ACCEPTED, "right, says the verifier"), (grids.REFUSED, "wrong"))
+FRAME, LAST = 160, 1200  # ms that a frame of a video is shown, and its last one
 
 
 def chosen(before: list[bool], after: list[bool]) -> list[int]:
@@ -36,13 +40,27 @@ def chosen(before: list[bool], after: list[bool]) -> list[int]:
     return fixed[:FIXED] + failed[:FAILED]
 
 
-def judged(policy: flowrl.Policy, rows: list[dict]) -> tuple[Tensor, list[bool]]:
-    """A picture of each prompt, (B, 3, 64, 64), and whether the verifier accepts it."""
-    pictures = flowrl.generate(policy, rows, steps=8, guidance="none", seed=0)
-    strict = {"shapes": {"reading": "strict"}}
-    context = MediaContext(meta=rows)
-    scores = flowrl.score(pictures, [row["prompt"] for row in rows], strict, context)
-    return pictures, [score > 0 for score in scores.total.tolist()]
+def judged(cfg: flowrl.Config, lora: Path | None, rows: list[Any]) -> tuple[Tensor, list[bool]]:
+    """A picture or video of each prompt, as the run evaluates without guidance, and whether the
+    verifier accepts it."""
+    given = conditions.of(rows[:1])
+    call = {**cfg.model.pipeline, "example": given[0] if given else None}
+    policy = flowrl.load_policy(cfg.model.source, lora=lora, **call)
+    how = {"steps": cfg.eval.steps, "solver": cfg.eval.solver}
+    media = flowrl.generate(policy, rows, guidance="none", seed=0, **how)
+    context, texts = conditions.context_of(rows, media), [row["prompt"] for row in rows]
+    verifier = {next(iter(cfg.reward)): {"reading": "strict"}}
+    scores = flowrl.score(media, texts, verifier, context)
+    return media, [score > 0 for score in scores.total.tolist()]
+
+
+def beside_sources(media: Tensor, rows: list[Any]) -> Tensor:
+    """Results of edits (B, 3, H, W) with what they edit at their left; others as they are."""
+    if "image" not in rows[0]:
+        return media
+    sources = torch.stack([to_tensor(row["image"]) for row in rows])
+    line = torch.full((*media.shape[:-1], 1), 0.6)
+    return torch.cat([sources, line, media], -1)
 
 
 def with_legend(sheet: Image.Image) -> Image.Image:
@@ -58,25 +76,45 @@ def with_legend(sheet: Image.Image) -> Image.Image:
     return page
 
 
+def sheets(
+    both: list[tuple[Tensor, list[bool]]], places: list[int], rows: list[Any]
+) -> list[Image.Image]:
+    """The page of the chosen pairs, one for each frame."""
+    sides = [beside_sources(media[places], [rows[i] for i in places]) for media, _ in both]
+    frames = [[*side.unbind(1)] if side.ndim == 5 else [side] for side in sides]
+    return [
+        with_legend(
+            grids.before_after(
+                before,
+                after,
+                [rows[i]["prompt"] for i in places],
+                verdicts=tuple([verdicts[i] for i in places] for _, verdicts in both),
+                columns=2,
+                cell=2 * before.shape[-1],
+            )
+        )
+        for before, after in zip(*frames, strict=True)
+    ]
+
+
 def draw(run: Path, path: Path) -> None:
     """Write the picture of a run's folder to a file."""
-    rows = [*{row["prompt"]: row for row in load_prompts("shapes:eval")}.values()]  # a text once
-    loras = (None, run / "lora")
-    both = [judged(flowrl.load_policy("shapes-sd3", lora=lora), rows) for lora in loras]
-    places = chosen(*(verdicts for _, verdicts in both))
-    sheet = grids.before_after(
-        *(pictures[places] for pictures, _ in both),
-        [rows[i]["prompt"] for i in places],
-        verdicts=tuple([verdicts[i] for i in places] for _, verdicts in both),
-        columns=2,
-    )
-    with_legend(sheet).save(path, optimize=True)
+    cfg = flowrl.load_config(run / "config.yaml")
+    rows = [*{row["prompt"]: row for row in load_prompts(cfg.data.eval)}.values()]  # a text once
+    both = [judged(cfg, lora, rows) for lora in (None, run / "lora")]
+    first, *others = sheets(both, chosen(*(verdicts for _, verdicts in both)), rows)
+    if others:
+        times = [FRAME] * len(others) + [LAST]
+        first.save(path, save_all=True, append_images=others, duration=times, loop=0, lossless=True)
+    else:
+        first.save(path, optimize=True)
     right = [sum(verdicts) for _, verdicts in both]
     print(f"{path}: right {right[0]} of {len(rows)} before, {right[1]} after")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("run", type=Path, help="the folder of a finished run")
     parser.add_argument("--output", type=Path, default=PAGE)
     given = parser.parse_args()

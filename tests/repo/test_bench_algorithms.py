@@ -36,7 +36,7 @@ def bench(tmp_path, monkeypatch):
 def finish(bench, cell, strict, *, images=BASE):
     """Write the result of a cell, as a run would."""
     whole = cell["kind"] in ("run", "claim")
-    score = {"shapes/strict": {"mean": strict}, "preference": {"mean": strict}}
+    score = {f"{bench.world_of(cell)}/strict": {"mean": strict}, "preference": {"mean": strict}}
     curve = [
         {
             "iteration": i + 1,
@@ -89,7 +89,7 @@ def test_every_method_has_a_valid_cell_and_all_share_what_is_compared(bench):
 
 
 def test_every_claim_has_a_valid_cell(bench):
-    for method, _, _ in bench.CLAIMS.values():
+    for method, *_ in bench.CLAIMS.values():
         tuned(bench, method)
     for name in bench.CLAIMS:
         runs = bench.claims(name)
@@ -109,7 +109,7 @@ def test_what_is_timed_is_what_is_run(bench):
 
 def test_a_proxy_is_trained_on_and_the_verifier_read(bench):
     for name, outcome in (("proxy_points", "reward"), ("proxy_wins", "win_rate")):
-        method, words, _ = bench.CLAIMS[name]
+        method, words, *_ = bench.CLAIMS[name]
         cfg, _ = planned(bench.cell(method, words, seed=0, budget=1, kind="claim"))
         assert cfg.reward == {
             "clip": {"weight": 1.0, "preset": "shapes"},
@@ -426,6 +426,27 @@ def test_what_goes_beyond_policy_gradients_has_its_tables(bench):
     assert "| 1e-3 | 0.500 at 0.050 | 0.500 at 0.100 |" in page
     assert "| best_of_28 | 224 | 0 | +0.000 |" in page
     assert "| nft | 8 | 400 | +0.000 |" in page
+
+
+def test_other_models_are_judged_in_their_world_and_stand_beside_shapes_sd3(bench):
+    tuned(bench, "nft")
+    for planned_run in bench.finals("nft"):
+        finish(bench, planned_run, 0.5, images="1100" * 87)
+    for name in ("edit_nft", "masked_trace_rl"):
+        for planned_run in bench.claims(name):
+            finish(bench, planned_run, 0.75, images="1110" * 87)
+    cfg = load_config(None, bench.claims("edit_nft")[0]["settings"])
+    assert cfg.data.eval == "shapes_edit:eval"
+    assert cfg.reward == {"shapes_edit": {"weight": 1.0, "reading": "strict"}}
+    results_page.write()
+    page = results_page.PAGE.read_text()
+    assert "| shapes-edit | nft | +0.500 | [+0.500, +0.500] | yes |" in page
+    assert "| 0.750, 0.750, 0.750 | +0.250 | 4 |" in page  # nft's own gain beside it
+    masked = page.partition("## Masked generators")[2]
+    assert "| shapes-masked | trace_rl | +0.500 |" in masked
+    assert (
+        "edit_nft" not in page.partition("## Runs for the papers' claims")[2].partition("\n## ")[0]
+    )
 
 
 def test_a_climbing_method_is_tuned_by_the_reward_that_it_climbs(bench):
