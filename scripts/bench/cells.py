@@ -233,8 +233,11 @@ KLS = ("0", "1e-4", "1e-3", "1e-2", "1", "10")
 UNET, EDIT, VIDEO = (["model=shapes-" + name] for name in ("sd", "edit", "wan"))
 OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded model
     **{f"unet_{m}": Claim(m, UNET, 2 / 3) for m in ("flow_grpo", "nft", "refl", "ddpo")},
-    **{f"edit_{m}": Claim(m, EDIT, 2 / 3, "shapes_edit") for m in ("flow_grpo", "nft", "ddpo")},
-    **{f"video_{m}": Claim(m, VIDEO, 2 / 3, "shapes_motion") for m in ("flow_grpo", "nft")},
+    # nft at the rate of their quickstarts
+    "edit_nft": Claim("nft", [*EDIT, "optimizer.lr=1e-3"], 2 / 3, "shapes_edit"),
+    **{f"edit_{m}": Claim(m, EDIT, 2 / 3, "shapes_edit") for m in ("flow_grpo", "ddpo")},
+    "video_nft": Claim("nft", [*VIDEO, "optimizer.lr=1e-3"], 2 / 3, "shapes_motion"),
+    "video_flow_grpo": Claim("flow_grpo", VIDEO, 2 / 3, "shapes_motion"),
 }
 # Masked generators share no setting with the flows above, so that no tuning of theirs is read
 TOKENS = ["model=shapes-masked", "eval.solver=euler", "optimizer.lr=1e-3"]

@@ -1,6 +1,7 @@
 """Names with brackets, control characters and any script are printed as they are, by every
 command."""
 
+import shlex
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,10 +162,18 @@ def test_a_caption_of_any_length_takes_no_time(text):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("shapes:eval", '"a red circle"'),
+        ("shapes:eval", "'a square'"),
+        ("shapes_motion:eval", "'a green triangle moves left'"),
         ("shapes_edit:eval", "shapes_edit:eval"),
         ("gone.txt", '"a red circle"'),
+        ("null", '"a red circle"'),
+        ("mine.txt", "\"it's red\""),
     ],
 )
-def test_a_run_is_tried_with_pictures_if_its_prompts_bring_them(source, said):
-    assert train._to_try(load_config(None, [f"data.eval={source}"])) == said
+def test_a_run_is_tried_with_a_prompt_of_its_own_or_with_its_pictures(
+    source, said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text(f"{'long ' * 20}\nit's red\n")
+    tried = train._to_try(load_config(None, [f"data.eval={source}"]))
+    assert shlex.split(tried) == shlex.split(said)

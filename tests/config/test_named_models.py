@@ -28,6 +28,7 @@ def test_the_embedded_models_are_those_of_the_package():
         "shapes-masked",
         "shapes-sd",
         "shapes-sd3",
+        "shapes-wan",
     }
 
 

@@ -278,6 +278,7 @@ def test_the_wheel_carries_every_module_config_template_and_weight(tmp_path):
             "shapes/edit/**/*",
             "shapes/masked/**/*",
             "shapes/sd/**/*",
+            "shapes/wan/**/*",
             "shapes/weights/**/*",
             "scenes/stickers/*.png",
             "scenes/stickers/NOTICE",

@@ -45,7 +45,7 @@ def test_the_edit_model_is_probed_without_a_warning_of_its_pipeline(recwarn):
     assert not [str(w.message) for w in recwarn if w.category is FutureWarning]
 
 
-@pytest.mark.parametrize("name", ["edit", "masked", "sd"])
+@pytest.mark.parametrize("name", ["edit", "masked", "sd", "wan"])
 def test_embedded_weights_say_how_they_were_made(name):
     said = json.loads((FOLDER / name / "provenance.json").read_text())
     assert said["steps"] == said["settings"]["steps"] and said["license"] == "Apache-2.0"

@@ -36,6 +36,7 @@ class Architecture:
     pipeline: str  # name of the pipeline's class
     parts: Mapping[str, Mapping[str, Any]]  # component -> its config, with its "_class_name"
     where: str  # place from which the configs were read
+    settings: Mapping[str, Any]  # what the pipeline's own index sets, such as expand_timesteps
 
     def config(self, part: str) -> dict[str, Any]:
         """Return a component's config, with the defaults of its class."""
@@ -94,7 +95,11 @@ def read(source: str) -> Architecture:
     tree = dict(known[repo])
     parts = {key: value for key, value in tree.items() if isinstance(value, dict)}
     return Architecture(
-        source=source, pipeline=tree["pipeline"], parts=parts, where=f"configs/architecture, {repo}"
+        source=source,
+        pipeline=tree["pipeline"],
+        parts=parts,
+        where=f"configs/architecture, {repo}",
+        settings={key: value for key, value in tree.items() if key not in parts},
     )
 
 
@@ -147,4 +152,7 @@ def _of_folder(source: str, folder: Path) -> Architecture:
         own = json.loads(config.read_text(encoding="utf-8"))
         parts[part] = {**own, "_class_name": cls}
     pipeline = str(index["_class_name"]).replace("ModularPipeline", "Pipeline")
-    return Architecture(source=source, pipeline=pipeline, parts=parts, where=str(folder))
+    settings = {key: value for key, value in index.items() if not isinstance(value, list)}
+    return Architecture(
+        source=source, pipeline=pipeline, parts=parts, where=str(folder), settings=settings
+    )

@@ -7,6 +7,7 @@ its weights.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -336,8 +337,10 @@ def _wan(of: _PipelineCall) -> CallShapes:
     call = NetworkCall(
         rows={("encoder_hidden_states",): ((length, of.net["text_dim"]), None)},
         shared={("attention_kwargs",): None},
-        # in Wan 2.2 5B, whose VAE this is, each token has a time
-        times=(frames * h * w // 4,) if of.vae["is_residual"] else (),
+        # in Wan 2.2 5B each token has a time
+        times=(frames * h * w // math.prod(of.net["patch_size"]),)
+        if of.a.settings.get("expand_timesteps")
+        else (),
     )
     return of.shapes(
         calls=(call,) * (2 if guided else 1),
