@@ -236,8 +236,8 @@ OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded
     # nft at the rate of their quickstarts
     "edit_nft": Claim("nft", [*EDIT, "optimizer.lr=1e-3"], 2 / 3, "shapes_edit"),
     **{f"edit_{m}": Claim(m, EDIT, 2 / 3, "shapes_edit") for m in ("flow_grpo", "ddpo")},
-    "video_nft": Claim("nft", [*VIDEO, "optimizer.lr=1e-3"], 2 / 3, "shapes_motion"),
-    "video_flow_grpo": Claim("flow_grpo", VIDEO, 2 / 3, "shapes_motion"),
+    "video_nft": Claim("nft", [*VIDEO, "optimizer.lr=1e-3"], 1 / 2, "shapes_motion"),
+    "video_flow_grpo": Claim("flow_grpo", VIDEO, 1 / 2, "shapes_motion"),
 }
 # Masked generators share no setting with the flows above, so that no tuning of theirs is read
 TOKENS = ["model=shapes-masked", "eval.solver=euler", "optimizer.lr=1e-3"]

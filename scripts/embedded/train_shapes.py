@@ -395,8 +395,9 @@ def resume(path: Path, **parts) -> int:
     if not path.exists():
         return 0
     state = torch.load(path, map_location="cpu", weights_only=True)
-    for name in parts.keys() & state.keys():
-        parts[name].load_state_dict(state[name])
+    for name, part in parts.items():
+        if name in state or name in ("model", "ema"):
+            part.load_state_dict(state[name])
     return state["step"]
 
 

@@ -167,7 +167,7 @@ def test_a_caption_of_any_length_takes_no_time(text):
         ("shapes_edit:eval", "shapes_edit:eval"),
         ("gone.txt", '"a red circle"'),
         ("null", '"a red circle"'),
-        ("mine.txt", "\"it's red\""),
+        ("mine.txt", '"it\'s red"'),
     ],
 )
 def test_a_run_is_tried_with_a_prompt_of_its_own_or_with_its_pictures(

@@ -1,6 +1,7 @@
 """Pretraining of the masked generator of shapes, a few steps of it: interrupted and not, what a
 batch hides, and what export writes."""
 
+import json
 import math
 
 import diffusers
@@ -86,3 +87,22 @@ def test_a_code_without_use_moves_to_what_is_described_worst():
     model(torch.rand(2, 3, 64, 64), torch.Generator().manual_seed(0))
     used = (before == model.vq.quantize.embedding.weight).all(1)
     assert 0 < int(used.sum()) < train.CODES and not bool(model.idle.any())
+
+
+def test_lost_checkpoints_are_made_from_what_was_exported(whole, tmp_path):
+    """The weights, their steps and what is known of them; optimizers start anew."""
+    run("export", whole)
+    words = [*SIZES, "--batch=2", f"--work={tmp_path}", f"--out={whole / 'exported'}"]
+    train.main(["restore", *words])
+    for stage, part in (("vq", "model"), ("masked", "ema")):
+        one, other = (torch.load(folder / f"{stage}.pt") for folder in (whole, tmp_path))
+        assert one["step"] == other["step"] == 2 and "optimizer" not in other
+        known, made = one[part], other[part]
+        assert known.keys() == made.keys()
+        same = [name for name in known if name != "idle"]  # how long codes have had no use
+        assert all(torch.equal(known[name].half(), made[name].half()) for name in same)
+    train.main(["masked", *words, "--steps=3"])
+    assert torch.load(tmp_path / "masked.pt")["step"] == 3
+    train.main(["export", *words, "--steps=3"])
+    said = json.loads((whole / "exported" / "provenance.json").read_text())
+    assert said["steps"] == 3 and said["history"][0].startswith("Until step 2 the settings were")
