@@ -1,8 +1,8 @@
 """A second reading of coloured shapes, by a small network: a judge that no reward trains on.
 
     python scripts/embedded/second_reading.py train       # minutes on two cores
-    flowrl train experiment=quickstart-unet \\
-        reward=scripts/embedded/second_reading.py:second reward.second.weight=0 output=RUN
+    flowrl train experiment=quickstart-unet reward=scripts/embedded/second_reading.py:second \\
+        reward.second.weight=0 reward.shapes.reading=strict output=RUN
     python scripts/embedded/second_reading.py agree RUN   # both readings, before and after training
 
 The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
