@@ -2,7 +2,7 @@
 
     python scripts/embedded/second_reading.py train       # minutes on two cores
     flowrl train experiment=quickstart-unet reward=scripts/embedded/second_reading.py:second \\
-        reward.second.weight=0 reward.shapes.reading=strict output=RUN
+        reward.second.weight=0 reward.shapes.reading=strict output=RUN  # of edits: second_edit
     python scripts/embedded/second_reading.py agree RUN   # both readings, before and after training
 
 The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
@@ -19,13 +19,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torchvision.transforms.functional import to_tensor
 
 import flowrl
 from flowrl.scenes import grammar, world
@@ -41,6 +39,8 @@ CELL = 4  # px a side of what one place of the network's answer stands for
 SIDE = scenes.PIXELS // CELL
 UNCLEAR = ("pale", "two colours", "cut")
 SHARES = torch.tensor([0.7, 0.14, 0.1, 0.06])  # of clear objects, and of UNCLEAR
+SCALE = "0 or 1: whether the second reading accepts the sample"
+CLEAR = 4.0  # logit below which an object is clear: best of -1 to 5 on training prompts
 FINE = 3  # points a side of a pixel that are drawn
 
 
@@ -201,7 +201,7 @@ class Second:
                     color[i, :, rows, columns].argmax(0),
                 )
                 u, v, size = where[i, :, rows, columns]
-                clear = unclear[i, 0, rows, columns] < 0
+                clear = unclear[i, 0, rows, columns] < CLEAR
                 found = tuple(
                     world.FoundObject(f"{COLORS[c]} {SHAPES[k]}" if sure else None, x, y, 16 * s)
                     for k, c, sure, x, y, s in zip(
@@ -217,12 +217,12 @@ class Second:
                 out.append(world.FoundScene(found, "white"))
         return out
 
-    def strict(self, media: Tensor, rows: Sequence[dict[str, Any]]) -> list[bool]:
-        """Whether each medium is as its prompt's row asks: a picture, an edit or a video."""
-        if "include" in rows[0]:
-            pairs = zip(self.detect(media), rows, strict=True)
+    def strict(self, media: Tensor, texts: Sequence[str], context: MediaContext) -> list[bool]:
+        """Whether each medium is as its prompt asks: a picture, an edit or a video."""
+        language = small.SHAPES.language
+        if context.meta and "include" in context.meta[0]:
+            pairs = zip(self.detect(media), context.meta, strict=True)
             return [verify.strict(listed(found), row["include"]) for found, row in pairs]
-        language, texts = small.SHAPES.language, [row["prompt"] for row in rows]
         if media.ndim == 5:
             asked = [grammar.read(text, language, grammar.Motion) for text in texts]
             found, frames = self.detect(media.flatten(0, 1)), media.shape[1]
@@ -232,10 +232,9 @@ class Second:
             edits = Edits(replace(small.SHAPES, detect=self.detect))
             asked = [grammar.read(text, language, grammar.Edit) for text in texts]
             # the sources are drawn, and the verifier reads what is drawn without an error
-            sources = small.detect(torch.stack([to_tensor(row["image"]) for row in rows]))
-            said = [
-                edits.verdict(*row) for row in zip(sources, self.detect(media), asked, strict=True)
-            ]
+            assert context.source is not None
+            triples = zip(small.detect(context.source), self.detect(media), asked, strict=True)
+            said = [edits.verdict(*triple) for triple in triples]
         return [one["strict"] == 1 for one in said]
 
 
@@ -252,12 +251,18 @@ def reader() -> Second:
     return Second()
 
 
-@flowrl.reward(
-    scale="0 or 1: whether the second reading accepts the sample", needs=("meta",), range=(0.0, 1.0)
-)
+@flowrl.reward(scale=SCALE, needs=("meta",), range=(0.0, 1.0))
 def second(media: Tensor, prompts: list[str], context: MediaContext) -> Tensor:
-    """The reading as a reward to be looked at: give it the weight 0."""
-    return torch.tensor(reader().strict(media.cpu(), context.meta), dtype=torch.float32)
+    """The reading of pictures and videos as a reward to be looked at: give it the weight 0."""
+    right = reader().strict(media.cpu(), prompts, context)
+    return torch.tensor(right, dtype=torch.float32)
+
+
+@flowrl.reward(scale=SCALE, needs=("source",), range=(0.0, 1.0))
+def second_edit(media: Tensor, prompts: list[str], context: MediaContext) -> Tensor:
+    """The same for edits."""
+    right = reader().strict(media.cpu(), prompts, context)
+    return torch.tensor(right, dtype=torch.float32)
 
 
 def agree(args: argparse.Namespace) -> None:
@@ -265,8 +270,8 @@ def agree(args: argparse.Namespace) -> None:
     for folder in args.runs:
         rows = json.loads((folder / "evaluation.json").read_text())["rows"]
         for row in rows:
-            keys = [key for key in row["values"] if key.endswith("/strict")] + ["second"]
-            first, other = (row["values"][key] for key in keys)
+            keys = sorted(k for k in row["values"] if k.endswith("/strict") or "second" in k)
+            other, first = (row["values"][key] for key in keys)
             same = statistics.mean(float(a == b) for a, b in zip(first, other, strict=True))
             shares = [statistics.mean(values) for values in (first, other)]
             print(

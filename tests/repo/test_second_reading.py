@@ -54,28 +54,38 @@ def test_drawn_objects_are_as_their_rows_say():
 
 def test_the_network_reads_drawn_edits_and_motions():
     second = second_reading.Second()
-    rows = load_prompts("shapes_motion:eval")[:24]
-    scenes = [small.MOTIONS.frames(row["prompt"], i) for i, row in enumerate(rows)]
+    texts = [row["prompt"] for row in load_prompts("shapes_motion:eval")[:24]]
+    scenes = [small.MOTIONS.frames(text, i) for i, text in enumerate(texts)]
     videos = torch.stack([torch.stack([small.render(s) for s in one]) for one in scenes])
-    rows = load_prompts("shapes_edit:eval")[:24]
-    pairs = [small.EDITS.pair(row["prompt"], i) for i, row in enumerate(rows)]
-    before = [small.EDITS.picture(scene) for scene, _ in pairs]
-    edits = [row | {"image": one} for row, one in zip(rows, before, strict=True)]
-    results = torch.stack([small.render(after) for _, after in pairs])
-    for media, asked in ((videos, load_prompts("shapes_motion:eval")[:24]), (results, edits)):
-        assert sum(second.strict(media, asked)) >= 22
-        assert sum(second.strict(media.roll(1, 0), asked)) <= 2
+    asked = [row["prompt"] for row in load_prompts("shapes_edit:eval")[:24]]
+    pairs = [small.EDITS.pair(text, i) for i, text in enumerate(asked)]
+    sources, results = (
+        torch.stack([small.render(pair[side]) for pair in pairs]) for side in (0, 1)
+    )
+    cases = ((videos, texts, MediaContext()), (results, asked, MediaContext(source=sources)))
+    for media, said, context in cases:
+        assert sum(second.strict(media, said, context)) >= 22
+        assert sum(second.strict(media.roll(1, 0), said, context)) <= 2
 
 
-def test_a_run_can_have_the_second_reading_beside_its_reward():
-    rows = [row for row in load_prompts("shapes:eval") if row["task"] == "colors"][:8]
-    color, shape = rows[0]["prompt"].split()[1:]
-    scene = world.Scene((world.Placed(f"{color} {shape}", 30, 30, 16),))
-    media = small.render(scene).expand(8, -1, -1, -1)
-    own = {"scripts/embedded/second_reading.py:second": {}}
-    total = flowrl.score(media, [r["prompt"] for r in rows], own, MediaContext(meta=rows)).total
-    same = [r["prompt"] == rows[0]["prompt"] for r in rows]
-    assert total.tolist() == [float(one) for one in same]
+@pytest.mark.parametrize("name", ["second", "second_edit"])
+def test_a_run_can_have_the_second_reading_beside_its_reward(name):
+    source = "shapes:eval" if name == "second" else "shapes_edit:eval"
+    rows = [row for row in load_prompts(source) if row["task"] in ("colors", "remove")][:8]
+    texts = [row["prompt"] for row in rows]
+    if name == "second":
+        color, shape = texts[0].split()[1:]
+        scene = world.Scene((world.Placed(f"{color} {shape}", 30, 30, 16),))
+        media, before = small.render(scene).expand(8, -1, -1, -1), None
+    else:
+        pairs = [small.EDITS.pair(text, i) for i, text in enumerate(texts)]
+        before = torch.stack([small.render(one) for one, _ in pairs])
+        media = torch.stack([small.render(pairs[0][1]), *before[1:]])
+    context = MediaContext(meta=rows, source=before)
+    own = {f"scripts/embedded/second_reading.py:{name}": {}}
+    total = flowrl.score(media, texts, own, context).total.tolist()
+    asked = texts if name == "second" else range(8)
+    assert total == [float(one == asked[0]) for one in asked]
 
 
 def test_the_network_calls_pale_objects_unclear():
