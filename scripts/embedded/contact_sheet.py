@@ -76,7 +76,7 @@ def draw(name: str) -> None:
     path = FOLDER / f"{name}.webp"
     side = max(media.shape[-2:])
     cell = max(180, side if side > 150 else 2 * side)  # captions are whole
-    grids.grid(media, numbered, columns=10, cell=cell).save(path, lossless=True)
+    grids.grid(media, numbered, columns=10, cell=cell).save(path, quality=92)
     marks = "".join(str(int(right)) for right in verdicts)
     path.with_suffix(".json").write_text(json.dumps({"strict": marks}) + "\n")
     print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
