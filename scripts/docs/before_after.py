@@ -49,7 +49,7 @@ def judged(cfg: flowrl.Config, lora: Path | None, rows: list[Any]) -> tuple[Tens
     how = {"steps": cfg.eval.steps, "solver": cfg.eval.solver}
     media = flowrl.generate(policy, rows, guidance="none", seed=0, **how)
     context, texts = conditions.context_of(rows, media), [row["prompt"] for row in rows]
-    verifier = {next(iter(cfg.reward)): {"reading": "strict"}}
+    verifier = {cfg.data.eval.partition(":")[0]: {"reading": "strict"}}  # of the prompts' world
     scores = flowrl.score(media, texts, verifier, context)
     return media, [score > 0 for score in scores.total.tolist()]
 
