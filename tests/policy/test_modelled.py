@@ -75,6 +75,15 @@ def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path
     assert {key: tuple(w.shape) for key, w in modelled.trainable.named().items()} == weights
 
 
+def test_a_time_for_each_token_is_the_pipelines_choice_and_not_its_vaes():
+    """shapes-wan has the VAE of Wan 2.2 5B, and one time a row."""
+    call = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 16}
+    real = flowrl.load_policy("shapes-wan", **call)
+    dtypes = {"dtype": torch.float32, "decoder": torch.float32}
+    modelled = ModelledPolicy(read("package:flowrl.shapes/wan"), call, lora=None, **dtypes)
+    assert calls(modelled, "meta") == calls(real, "cpu")
+
+
 @pytest.mark.parametrize("name", long.but(EDITING, {"qwen_edit_plus"}))
 def test_a_picture_is_called_behind_the_latents(name, tmp_path, monkeypatch):
     """Two prompts of one length, for a budget takes all texts to be the longest. The tiny tokenizer
