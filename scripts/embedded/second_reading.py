@@ -87,7 +87,7 @@ def placed(g: torch.Generator) -> list[world.Placed]:
     named = [(SHAPES[k % 3], COLORS[k // 3]) for k in kinds]
     if count in (0, 5) or torch.rand((), generator=g) < 0.5:
         drawn = scenes.place(named, g)
-        return [world.Placed(f"{o.color} {o.shape}", o.x, o.y, 2 * o.size) for o in drawn]  # type: ignore[arg-type]
+        return [world.Placed(f"{o.color} {o.shape}", o.x, o.y, 2 * o.size) for o in drawn]
     names = [f"{color} {shape}" for shape, color in named]
     return [*world.place(names, small.SHAPES.sizes, g)]
 
