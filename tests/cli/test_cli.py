@@ -306,7 +306,9 @@ def test_commands_that_train_prints_last_work_as_they_are_printed(run, tmp_path,
     assert generated.exit_code == 0 and evaluated.exit_code == 0, evaluated.output
     (path,) = generated.stdout.splitlines()
     scoring = shlex.split(generated.stderr.splitlines()[-1])[1:]
-    assert scoring == ["score", path, "--prompt", "a red circle", "--reward", "clip.preset=shapes"]
+    prompt = commands[0][2]
+    assert prompt == "a square"  # the first of its held-out prompts
+    assert scoring == ["score", path, "--prompt", prompt, "--reward", "clip.preset=shapes"]
     small.invoke(*commands[0], "--seed", 1, "-o", "b.png")
     scored = small.invoke(*scoring[:-1], "jpeg", "b.png", "--json", "-", "-o", "best")
     row, _ = json.loads(scored.stdout)
