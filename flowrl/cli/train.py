@@ -112,20 +112,20 @@ def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
 def _to_try(cfg: Any) -> str:
     """Return what a command draws with a run: its first held-out prompt of one short line, or all
     of them if they bring pictures, without which its model draws nothing."""
-    from flowrl.data import prompts
+    from flowrl.data import conditions, prompts
     from flowrl.runtime import registry
 
     source, plain = cfg.data.eval, '"a red circle"'
     if source is None or registry.is_live(source):
         return plain
     try:
-        if prompts.example(source, cfg.data.columns):
+        rows = prompts.load_prompts(source, cfg.data.columns)
+        if conditions.of(rows[:1]):
             return shlex.quote(source)
-        texts = [row["prompt"] for row in prompts.load_prompts(source, cfg.data.columns)]
     except (ValueError, OSError):  # a file that the run read and that has gone since
         return plain
-    short = (shlex.quote(text) for text in texts if len(text) <= 60 and text.isprintable())
-    return next(short, plain)
+    texts = (row["prompt"] for row in rows)
+    return next((shlex.quote(t) for t in texts if len(t) <= 60 and t.isprintable()), plain)
 
 
 def _conclude(

@@ -48,10 +48,14 @@ def judged(cfg: flowrl.Config, lora: Path | None, rows: list[Any]) -> tuple[Tens
     policy = flowrl.load_policy(cfg.model.source, lora=lora, **call)
     how = {"steps": cfg.eval.steps, "solver": cfg.eval.solver}
     media = flowrl.generate(policy, rows, guidance="none", seed=0, **how)
+    return media, accepted(media, rows, cfg.data.eval.partition(":")[0])
+
+
+def accepted(media: Tensor, rows: list[Any], world: str) -> list[bool]:
+    """Whether the strict verifier of the prompts' world accepts each medium."""
     context, texts = conditions.context_of(rows, media), [row["prompt"] for row in rows]
-    verifier = {cfg.data.eval.partition(":")[0]: {"reading": "strict"}}  # of the prompts' world
-    scores = flowrl.score(media, texts, verifier, context)
-    return media, [score > 0 for score in scores.total.tolist()]
+    scores = flowrl.score(media, texts, {world: {"reading": "strict"}}, context)
+    return [score > 0 for score in scores.total.tolist()]
 
 
 def beside_sources(media: Tensor, rows: list[Any]) -> Tensor:

@@ -116,8 +116,10 @@ def fit_autoencoder(
     """
     torch.manual_seed(args.seed)
     model: Any = make().to(args.device)
-    kernels = [p for p in model.parameters() if muon and p.ndim > 3 and min(p.flatten(1).shape) > 1]
-    others = [p for p in model.parameters() if all(p is not kernel for kernel in kernels)]
+    kernels, others = [], []
+    for p in model.parameters():
+        kernel = muon and p.ndim > 3 and min(p.flatten(1).shape) > 1
+        (kernels if kernel else others).append(p)
     adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
     optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": adamw}
     if kernels:

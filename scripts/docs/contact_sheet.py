@@ -1,7 +1,7 @@
 """Does a person call right what the verifier calls right? 200 samples of an embedded model.
 
-    python scripts/embedded/contact_sheet.py draw shapes-edit   # the sheet, and the verdicts apart
-    python scripts/embedded/contact_sheet.py read shapes-edit   # how often both agree
+    python scripts/docs/contact_sheet.py draw shapes-edit   # the sheet, and the verdicts apart
+    python scripts/docs/contact_sheet.py read shapes-edit   # how often both agree
 
 `draw` writes docs/contact/NAME.webp, numbered samples with their prompts: the first half without
 guidance, the second with the model's own. Of an edit the source stands left of the result, and of a
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from before_after import accepted, beside_sources
 from torch import Tensor
-from torchvision.transforms.functional import to_tensor
 
 import flowrl
 from flowrl.data import conditions
@@ -48,12 +48,9 @@ def sampled(name: str) -> tuple[Tensor, list[str], list[bool]]:
     for place, guidance in enumerate(GUIDANCE):
         rows = [known[i % len(known)] for i in range(place * half, (place + 1) * half)]
         made = flowrl.generate(policy, rows, steps=STEPS, guidance=guidance, seed=place)
-        own = [row["prompt"] for row in rows]
-        context = conditions.context_of(rows, made)
-        scores = flowrl.score(made, own, {world: {"reading": "strict"}}, context=context)
         media.append(torch.stack([shown(*pair) for pair in zip(made, rows, strict=True)]))
-        texts += own
-        verdicts += [value > 0 for value in scores.total.tolist()]
+        texts += [row["prompt"] for row in rows]
+        verdicts += accepted(made, rows, world)
     return torch.cat(media), texts, verdicts
 
 
@@ -63,10 +60,7 @@ def shown(sample: Tensor, row: dict[str, Any]) -> Tensor:
         framed = F.pad(sample, (0, 1, 0, 1), value=0.6)
         rows = [torch.cat([*framed[first : first + 3]], -1) for first in (0, 3, 6)]
         return torch.cat(rows, -2)
-    if "image" in row:
-        line = torch.full((*sample.shape[:2], 1), 0.6)
-        return torch.cat([to_tensor(row["image"]), line, sample], -1)
-    return sample
+    return beside_sources(sample[None], [row])[0]
 
 
 def draw(name: str) -> None:
