@@ -41,6 +41,25 @@ def amused_policy(pipe: Any, lora: Any, call: Mapping[str, Any]) -> TokenPolicy:
     pipeline's own call. Its sampler, which chooses places by confidence and draws again what it
     masks, is the one of algorithm.sde=confidence.
     """
+
+    @torch.no_grad()
+    def cond(texts: list[str]) -> Tensor:
+        """P texts -> (P, d), as AmusedLogits takes them."""
+        tok, encoder = pipe.tokenizer, pipe.text_encoder
+        how = {"padding": "max_length", "truncation": True, "max_length": tok.model_max_length}
+        return read(encoder, tok(texts, return_tensors="pt", **how).input_ids.to(encoder.device))
+
+    return TokenPolicy(**arguments(pipe, call), cond=cond, lora=lora)
+
+
+def read(encoder: Any, ids: Tensor) -> Tensor:
+    """Encode tokens of texts (P, length) -> (P, d), as AmusedLogits takes them."""
+    text = encoder(ids, output_hidden_states=True)
+    return torch.cat([text.text_embeds, text.hidden_states[-2].flatten(1)], 1)
+
+
+def arguments(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of TokenPolicy for an AmusedPipeline, without those of its texts."""
     # sizes: of a picture in pixels, of its grid in tokens
     if unknown := sorted(call.keys() - CALL.keys()):
         raise ValueError(
@@ -58,32 +77,20 @@ def amused_policy(pipe: Any, lora: Any, call: Mapping[str, Any]) -> TokenPolicy:
     shape = (height // scale, width // scale)
     channels = pipe.vqvae.config.latent_channels
 
-    # what the policy calls, beside the transformer
-    @torch.no_grad()
-    def cond(texts: list[str]) -> Tensor:
-        """P texts -> (P, d), as AmusedLogits takes them."""
-        tok, encoder = pipe.tokenizer, pipe.text_encoder
-        how = {"padding": "max_length", "truncation": True, "max_length": tok.model_max_length}
-        ids = tok(texts, return_tensors="pt", **how).input_ids.to(encoder.device)
-        text = encoder(ids, output_hidden_states=True)
-        return torch.cat([text.text_embeds, text.hidden_states[-2].flatten(1)], 1)
-
     def decode(tokens: Tensor) -> Tensor:
         """(n, h, w) int64 -> pictures (n, 3, H, W) in [0, 1]."""
         sizes = (len(tokens), *shape, channels)
         made = pipe.vqvae.decode(tokens, force_not_quantize=True, shape=sizes).sample
         return made.float().clamp(0, 1)
 
-    return TokenPolicy(
-        AmusedLogits(pipe.transformer, (width, height, 0, 0, AESTHETIC)),
-        shape,
-        pipe.scheduler.config.mask_token_id,
-        cond=cond,
-        lora=lora,
-        decode=decode,
-        empty=call["negative_prompt"],
-        scale=call["guidance_scale"],
-    )
+    return {
+        "module": AmusedLogits(pipe.transformer, (width, height, 0, 0, AESTHETIC)),
+        "shape": shape,
+        "mask": pipe.scheduler.config.mask_token_id,
+        "decode": decode,
+        "empty": call["negative_prompt"],
+        "scale": call["guidance_scale"],
+    }
 
 
 def check_plain(

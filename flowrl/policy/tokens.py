@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy.base import Policy
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.call import Request
@@ -21,7 +22,34 @@ from flowrl.samplers.common.unmasking import MASK
 NEVER = -1e4
 
 
-class TokenPolicy(ModulePolicy):
+class TokenGrids(Policy):
+    """What policies of tokens have in common: grids that start with all places masked."""
+
+    state_dtype = torch.int32
+    unmasks = True
+
+    def schedule(self, steps: int) -> Schedule:
+        """Return the shares of masked places of the cosine schedule; the model reads no time."""
+        found = sigmas.unmasking(torch.Size(self.latent_shape).numel(), steps)
+        return Schedule(sigmas=found, times=found[:-1])
+
+    def noise(self, names: Tensor) -> Tensor:
+        """Draw what a step needs: (n,) int64 -> (n, 2, *L) fp32, uniform on [0, 1)."""
+        return keys.uniforms(names, (2, *self.latent_shape), self.device)
+
+    def init(
+        self,
+        noise: Tensor,
+        sigma: float,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Return grids (n, *L) int32 without any token."""
+        shape = (len(noise), *self.latent_shape)
+        return torch.full(shape, MASK, dtype=self.state_dtype, device=noise.device)
+
+
+class TokenPolicy(TokenGrids, ModulePolicy):
     """f(tokens (n, *L) int64, cond (n, ...)) -> logits (n, *L, V): tokens are drawn by them where
     places are masked. Here sigma is the share of masked places, and `velocity` gives the logits.
 
@@ -30,9 +58,6 @@ class TokenPolicy(ModulePolicy):
     empty: the text of the branch without a prompt, for guidance u + w (c - u) with the logits c and
     u of both; None: there is no guidance. scale: w of guidance "pipeline".
     """
-
-    state_dtype = torch.int32
-    unmasks = True
 
     def __init__(
         self,
@@ -87,26 +112,6 @@ class TokenPolicy(ModulePolicy):
         value = None if self.cond is None else self._conditions(prompts)
         empty = None if self.empty is None else self._conditions([self.empty])
         return Cond.of(prompts, {("cond",): value, ("empty",): empty})
-
-    def schedule(self, steps: int) -> Schedule:
-        """Return the shares of masked places of the cosine schedule; the model reads no time."""
-        found = sigmas.unmasking(torch.Size(self.latent_shape).numel(), steps)
-        return Schedule(sigmas=found, times=found[:-1])
-
-    def noise(self, names: Tensor) -> Tensor:
-        """Draw what a step needs: (n,) int64 -> (n, 2, *L) fp32, uniform on [0, 1)."""
-        return keys.uniforms(names, (2, *self.latent_shape), self.device)
-
-    def init(
-        self,
-        noise: Tensor,
-        sigma: float,
-        cond: Cond | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Return grids (n, *L) int32 without any token."""
-        shape = (len(noise), *self.latent_shape)
-        return torch.full(shape, MASK, dtype=self.state_dtype, device=noise.device)
 
     def trial_states(self, n: int, cond: Cond) -> Tensor:
         """States (n, *L) for the self-check, of which a third of the places is masked."""

@@ -48,7 +48,8 @@ class Counted:
                 self.watch(type(part), "forward", "rows", monkeypatch)
             if name.startswith("text_encoder") and part is not None:
                 self.watch(type(part), "forward", "encodes", monkeypatch)
-        self.watch(type(pipe.vae), "decode", "decodes", monkeypatch)
+        decoder = pipe.components.get("vqvae") or pipe.vae
+        self.watch(type(decoder), "decode", "decodes", monkeypatch)
 
     def watch(self, cls, method, what, monkeypatch):
         real = getattr(cls, method)
@@ -60,7 +61,7 @@ class Counted:
         def counting(module, *args, **kwargs):
             given = names.bind(module, *args, **kwargs).arguments
             given = {**given, **given.get("kwargs", {})}
-            known = ("input_ids", "hidden_states", "sample", "x", "z")
+            known = ("input_ids", "hidden_states", "sample", "x", "z", "h")
             value = next(given[name] for name in known if given.get(name) is not None)
             outer, self.inside = self.inside, True  # an encoder may hold one of another class
             self.found[what] += 0 if outer else len(value)

@@ -18,7 +18,8 @@ from flowrl.policy.replay.encoders import LARGEST
 from flowrl.policy.weights.recompute import recompute
 from flowrl.training.budget.line import on_line
 from flowrl.training.budget.meter import POINTWISE, Attention, Meter
-from flowrl.training.budget.modelled import META, ModelledPolicy
+from flowrl.training.budget.modelled import META
+from flowrl.training.budget.modelled_tokens import Modelled
 from flowrl.training.budget.rehearsal import PolicyCall
 from flowrl.training.budget.roofline import Device
 
@@ -47,7 +48,7 @@ class Costs:
     """Costs of a policy's calls on a device; each kind of call is run once. low: the precision of
     autocast; None: there is no autocast."""
 
-    def __init__(self, policy: ModelledPolicy, device: Device, *, low: torch.dtype | None) -> None:
+    def __init__(self, policy: Modelled, device: Device, *, low: torch.dtype | None) -> None:
         self.policy, self.device, self.low = policy, device, low
         self.known: dict[tuple[PolicyCall, Any], tuple[Cost, Cost]] = {}
         self.answers = 0  # bytes of encoders' answers to a prompt; known once one was encoded
@@ -82,9 +83,10 @@ class Costs:
         if call.what == "encode":
             return self._encode(call.rows), Cost()
         policy = self.policy
-        x = torch.empty(call.rows, *policy.latent_shape, device=META)
+        x = torch.empty(call.rows, *policy.latent_shape, dtype=policy.state_dtype, device=META)
         if call.what == "decode":
-            x.requires_grad_(call.grad)
+            if call.grad:
+                x.requires_grad_()
             policy.tile_decoder(cfg.model.tiling)
             return self._traced(call, lambda: policy.decode(x))
         cond = policy.encode(["a", "b"])
@@ -145,6 +147,8 @@ class Costs:
         with meter, Attention(self.low, cuda=self.device.cuda):
             answers = self.policy.encode_one()
         one = booked(meter)
+        if self.policy.unmasks:  # no answer is kept for another iteration
+            answers = []
         self.answers = sum(answer.nbytes for answer in answers)
         sizes = [prompts * answer.nbytes for answer in answers]
         joined, kept = max(sizes, default=0), min(sum(sizes), LARGEST)

@@ -70,6 +70,7 @@ class CallShapes:
     time_dtype: torch.dtype | None = FP32  # dtype of the time argument; None: the networks'
     longest: bool = False  # texts of a call have the length of its longest one
     negative: bool = True  # guidance's other branch has a text of its own, which is encoded
+    vocabulary: int = 0  # number of tokens of a masked generator; 0: latents are numbers
 
 
 @dataclass(slots=True)
@@ -82,9 +83,14 @@ class _PipelineCall:
     net: dict[str, Any] = field(init=False)  # config of the denoising component
     vae: dict[str, Any] = field(init=False)  # config of the VAE
 
+    @property
+    def decoder(self) -> str:
+        """Component that decodes."""
+        return "vqvae" if "vqvae" in self.a.parts else "vae"
+
     def __post_init__(self) -> None:
         self.network = "unet" if "unet" in self.a.parts else "transformer"
-        self.net, self.vae = self.a.config(self.network), self.a.config("vae")
+        self.net, self.vae = self.a.config(self.network), self.a.config(self.decoder)
 
     def shapes(self, **known: Any) -> CallShapes:
         """Make the CallShapes of this pipeline and network."""
@@ -401,6 +407,22 @@ def _unet(of: _PipelineCall) -> CallShapes:
     )
 
 
+def _amused(of: _PipelineCall) -> CallShapes:
+    """aMUSEd: a grid of tokens; guidance of any scale but 1 is a second call."""
+    scale, guided = _kl_scale(of.vae), float(of.get("guidance_scale"))
+    sizes = _image(of, scale, of.net["sample_size"] * scale)
+    tokens = of.tokens("text_encoder")
+    encoder = Encoder(part="text_encoder", tokens=tokens, hidden_states=True)
+    sizes["latent"] = sizes["latent"][1:]
+    return of.shapes(
+        calls=(NetworkCall(rows={}, shared={}),) * (1 if guided == 1 else 2),
+        encoders=(encoder,),
+        vocabulary=of.net["codebook_size"],
+        **_guidance(None if guided == 1 else guided, cond=0),
+        **sizes,
+    )
+
+
 PIPELINES: dict[str, Callable[[_PipelineCall], CallShapes]] = {
     "StableDiffusion3Pipeline": _sd3,
     "FluxPipeline": _flux,
@@ -414,4 +436,5 @@ PIPELINES: dict[str, Callable[[_PipelineCall], CallShapes]] = {
     "Cosmos2_5_PredictBasePipeline": _cosmos,
     "StableDiffusionPipeline": _unet,
     "StableDiffusionXLPipeline": _unet,
+    "AmusedPipeline": _amused,
 }

@@ -38,7 +38,7 @@ from flowrl.training.budget.architecture import read
 from flowrl.training.budget.call_costs import Cost, Costs, booked
 from flowrl.training.budget.from_small import Extrapolated, enough, for_all_prompts, rehearsed
 from flowrl.training.budget.meter import Meter
-from flowrl.training.budget.modelled import ModelledPolicy
+from flowrl.training.budget.modelled_tokens import Modelled, modelled
 from flowrl.training.budget.phases import Phase, simulated
 from flowrl.training.budget.rehearsal import WINNERS, PolicyCall, Rehearsed
 from flowrl.training.budget.roofline import GIB, Device
@@ -133,7 +133,7 @@ class Planner:
         architecture = read(cfg.model.source)
         lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
         climbed = climbs(cfg.reward, make_algorithm(cfg).needs)
-        self.policy = ModelledPolicy(
+        self.policy = modelled(
             architecture,
             conditions.loaded(call_options(cfg.model.pipeline)),
             lora=lora,
@@ -356,14 +356,14 @@ def scorers(cfg: Config) -> dict[str, float | None]:
     return found
 
 
-def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:
+def _cond_bytes(policy: Modelled, cfg: Config) -> float:
     """Count the bytes of an iteration's prompts, bound to the calls of the network."""
     cond = policy.encode(["prompt"] * cfg.batch.prompts)
     kept = [v for calls in cond.groups[0].kept for call in calls for v in call.values()]
     return float(sum(v.numel() * v.element_size() for v in kept if isinstance(v, torch.Tensor)))
 
 
-def _optimizer(policy: ModelledPolicy, device: Device) -> Cost:
+def _optimizer(policy: Modelled, device: Device) -> Cost:
     """Return the cost of clipping and a step of AdamW, whose moments exist already."""
     weights = list(policy.trainable.named().values())
     adamw = torch.optim.AdamW(weights, lr=1e-3, foreach=device.cuda)
@@ -378,7 +378,7 @@ def _optimizer(policy: ModelledPolicy, device: Device) -> Cost:
     return booked(meter)
 
 
-def _pictures(policy: ModelledPolicy) -> list[str]:
+def _pictures(policy: Modelled) -> list[str]:
     """Say what is taken for the pictures that prompts bring, where the network reads them."""
     tokens = max(call.appended for call in policy.shapes.calls)
     said = (

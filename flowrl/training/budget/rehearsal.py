@@ -30,6 +30,7 @@ from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.teachers import Teacher, Teachers
+from flowrl.policy.tokens import TokenGrids
 from flowrl.policy.weights.compiled import Compiled
 from flowrl.rewards import load_set
 from flowrl.rollouts.choose import chooser
@@ -168,12 +169,12 @@ class NotedLedger(Ledger):
 
 
 class Called(torch.autograd.Function):
-    """Maps x (n, *L) to half of it, or to media of its rows; records its backward, too."""
+    """Maps x (n, *L) to half of it, or to logits or media of its rows; its backward is recorded."""
 
     @staticmethod
-    def forward(ctx, x, weight, note, media):
+    def forward(ctx, x, weight, note, size):
         ctx.note, ctx.sizes = note, x.shape
-        return x * 0.5 if media is None else x.new_full((len(x), *media), 0.5)
+        return x * 0.5 if size is None else torch.full((len(x), *size), 0.5, device=x.device)
 
     @staticmethod
     def backward(ctx, grad):
@@ -196,7 +197,7 @@ class ToyPolicy(Policy):
             for weight in self.trainable.named().values():
                 weight.zero_()
         self.regime = replay_of(shapes, torch.float32).regimes[0]
-        self.media = media
+        self.media, self.vocabulary = media, shapes.vocabulary
         self.ledger: NotedLedger | None = None
         if cfg.train.compile == "blocks":
             self.compiled = Compiled([])  # compiled blocks pad rows
@@ -225,7 +226,8 @@ class ToyPolicy(Policy):
             grad=torch.is_grad_enabled(),
             adapted=getattr(self.trainable, "active", "default") != "reference",
         )
-        return self._called(request.x, call, None), branches * len(request.x)
+        logits = (*self.latent_shape, self.vocabulary) if self.vocabulary else None
+        return self._called(request.x, call, logits), branches * len(request.x)
 
     def decode(
         self,
@@ -237,14 +239,24 @@ class ToyPolicy(Policy):
         grad = torch.is_grad_enabled() and x.requires_grad
         return self._called(x, PolicyCall(what="decode", rows=len(x), grad=grad), self.media)
 
-    def _called(self, x: Tensor, call: PolicyCall, media: tuple[int, ...] | None) -> Tensor:
+    def _called(self, x: Tensor, call: PolicyCall, size: tuple[int, ...] | None) -> Tensor:
         def note(backward: bool) -> None:
             if self.ledger is not None:
                 self.ledger.note(call, backward=backward)
 
         note(False)
         weight = next(iter(self.trainable.named().values()))
-        return Called.apply(x, weight, lambda: note(True), media)
+        return Called.apply(x, weight, lambda: note(True), size)
+
+
+class ToyTokens(TokenGrids, ToyPolicy):
+    """The same for a masked generator, which encodes an empty text beside each list of prompts."""
+
+    def encode(
+        self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
+    ) -> Cond:
+        super().encode([*prompts, ""])
+        return Cond.of(prompts, {})
 
 
 def made_up(dataset: Dataset, source: Source, ids: Tensor, plan: Plan) -> Rollout:
@@ -293,7 +305,7 @@ class Rehearsal(Trainer):
         # the same steps as in training/build.py, with stand-ins for the run's policy and processes
         cfg = plainer(cfg)
         algorithm = make_algorithm(cfg)
-        policy = ToyPolicy(cfg, shapes, shape, media)
+        policy = (ToyTokens if shapes.vocabulary else ToyPolicy)(cfg, shapes, shape, media)
         give_heads(cfg, policy, algorithm)
         take_teachers(policy, getattr(algorithm.config, "teachers", None))
         accelerator: Any = _alone()

@@ -56,13 +56,13 @@ class Start:
         # a size of evaluations is probed and checked, too; its texts are known already
         own = bool(cfg.eval.height or cfg.eval.width)
         texts = PolicyCall(what="encode", rows=self.texts)
-        found = {
-            "loading": Work(seconds=loading),
-            "probing": self.done([texts, *(1 + own) * self.probing()]),
-        }
+        found = {"loading": Work(seconds=loading)}
+        if not self.shapes.vocabulary:
+            found["probing"] = self.done([texts, *(1 + own) * self.probing()])
         if cfg.model.self_check:
             again = own and not cfg.train.shard
-            found["self-check"] = self.done((1 + again) * self.checking())
+            checking = self.trying() if self.shapes.vocabulary else self.checking()
+            found["self-check"] = self.done((1 + again) * checking)
         if cfg.guard.check_rewards:
             found["trial of rewards"] = self.done(tried(cfg, self.shapes))
         if cfg.eval.at_start and cfg.data.eval is not None:
@@ -91,6 +91,16 @@ class Start:
         media = 2 + both + 2  # those of the pipeline, and those of the replay, one by one
         decodes = [PolicyCall(what="decode", rows=1)] * media
         return [*map(self.velocity, rows), *decodes]
+
+    def trying(self) -> list[PolicyCall]:
+        """List the calls of a masked generator's `self_check` (flowrl/policy/check_module.py)."""
+        rows = [1]  # the size of the vocabulary
+        rows += [4, 4, 4, 1]  # four rows twice, at a noise level of their own and at one, and a row
+        rows += [4] * 4  # each noise level by itself
+        rows += [4, 4]  # swapped prompts, and a gradient
+        decodes = [PolicyCall(what="decode", rows=n) for n in (1, 4)]
+        texts = PolicyCall(what="encode", rows=3)  # two, and the empty one
+        return [texts, *map(self.velocity, rows), *decodes]
 
     def velocity(self, rows: int) -> PolicyCall:
         """Make a forward of the network with the pipeline's own guidance."""
@@ -122,22 +132,24 @@ class Start:
         """Return the work of the evaluation before training, and of the one with guidance."""
         cfg, policy = self.cfg, self.costs.policy
         images, prompts = images_of(cfg, self.gpus), self.held_out()
-        encoded = self.work(PolicyCall(what="encode", rows=prompts))
+        tokens = bool(self.shapes.vocabulary)  # they read an empty text, too, and keep no answer
+        encoded = self.work(PolicyCall(what="encode", rows=prompts + tokens))
         found = encoded
         for guidance in [cfg.eval.guidance, *filter(None, [cfg.eval.baseline_guidance])]:
             rows = images * networks(cfg) * policy.branches(guidance)
             seconds = evaluation(cfg, guidance, self.costs, self.weights, self.gpus)
             found += Work(rows=rows, decodes=images, seconds=seconds)
         # texts are encoded again where their answers were too many to be kept
-        if cfg.eval.baseline_guidance and prompts * self.costs.answers > LARGEST:
+        kept = not tokens and prompts * self.costs.answers <= LARGEST
+        if cfg.eval.baseline_guidance and not kept:
             found += encoded
         return found
 
     def held_out(self) -> int:
-        """Count the different prompts of an evaluation, of a file or those that ship; others are
-        taken to differ."""
+        """Count the different prompts of an evaluation, which samples the first of a file or of
+        those that ship; others are taken to differ."""
         source, images = str(self.cfg.data.eval), images_of(self.cfg, self.gpus)
         if registry.is_live(source) or hf.is_dataset(source) or registry.is_place(source):
             return images
-        texts = {prompt["prompt"] for prompt in load_prompts(source, self.cfg.data.columns)}
-        return min(images, len(texts))
+        prompts = load_prompts(source, self.cfg.data.columns)
+        return len({prompt["prompt"] for prompt in prompts[:images]})

@@ -15,7 +15,7 @@ from flowrl.config.schema import Config
 from flowrl.policy.weights.blocks import blocks
 from flowrl.policy.weights.quantised import layers
 from flowrl.training.budget.call_costs import Cost
-from flowrl.training.budget.modelled import ModelledPolicy
+from flowrl.training.budget.modelled_tokens import Modelled
 from flowrl.training.budget.roofline import Device
 
 KERNELS = {"int8": 2, "nf4": 1}  # number of operators that unpack a layer
@@ -51,7 +51,7 @@ class WeightCosts:
         )
 
 
-def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
+def weight_costs(cfg: Config, policy: Modelled, gpus: int) -> WeightCosts:
     """Bytes that the denoiser's weights take on one device, and what a pass over them costs."""
     (network,) = policy.networks.values()
     whole = size_of(network)
@@ -92,7 +92,7 @@ def packed_size(quantised: list[Tensor], kind: str) -> float:
     return numbers + 4 * sum(len(w) for w in quantised)
 
 
-def encoders_size(policy: ModelledPolicy) -> float:
+def encoders_size(policy: Modelled) -> float:
     """Count the bytes of the text encoders."""
     return sum(map(size_of, policy.others.values()))
 

@@ -6,7 +6,7 @@ import math
 
 from flowrl.config.schema import Config
 from flowrl.training.budget.call_costs import Costs
-from flowrl.training.budget.modelled import ModelledPolicy
+from flowrl.training.budget.modelled_tokens import Modelled
 from flowrl.training.budget.rehearsal import PolicyCall
 from flowrl.training.budget.weight_costs import WeightCosts, encoders_size, size_of
 
@@ -18,7 +18,7 @@ def evaluations(cfg: Config, costs: Costs, weights: WeightCosts, gpus: int) -> f
     return sum(evaluation(cfg, guidance, costs, weights, gpus) for guidance in guidances(cfg))
 
 
-def loading(policy: ModelledPolicy, rewards: float) -> float:
+def loading(policy: Modelled, rewards: float) -> float:
     """Return the seconds in which all weights are read. rewards: bytes of their networks."""
     networks = sum(map(size_of, policy.networks.values())) + size_of(policy.vae)
     return (networks + encoders_size(policy) + rewards) / DISK
