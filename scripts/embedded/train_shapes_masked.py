@@ -2,7 +2,7 @@
 masked transformer (MaskGIT, arXiv:2202.04200), in the classes of aMUSEd (arXiv:2401.01808).
 
     python scripts/embedded/train_shapes_masked.py vq     --work runs/shapes-masked  # 20 minutes
-    python scripts/embedded/train_shapes_masked.py masked --work runs/shapes-masked  # 20 minutes
+    python scripts/embedded/train_shapes_masked.py masked --work runs/shapes-masked  # an hour
     python scripts/embedded/train_shapes_masked.py export --work runs/shapes-masked
 
 Where checkpoints are lost, `restore` makes them from the weights that ship, and `masked` goes on.
@@ -35,7 +35,9 @@ from train_stickers import (
     encoded,
     fit,
     generator_of,
+    optimizers_of_kernels,
     parser,
+    remember,
     run,
     write,
 )
@@ -120,21 +122,21 @@ def train_vq(args: argparse.Namespace) -> None:
     images, _ = drawn(args)
     torch.manual_seed(args.seed)
     model = Quantised().to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizers = optimizers_of_kernels(model, muon=True)
     path = args.work / "vq.pt"
-    for step in range(resume(path, model=model, optimizer=optimizer), args.vq_steps):
+    for step in range(resume(path, model=model, **optimizers), args.vq_steps):
         g = generator_of(args, step)
         rows = torch.randint(len(images), (args.vq_batch,), generator=g)
         x = images[rows].to(args.device, torch.float32) / 255
         y, codes = model(x.contiguous(memory_format=torch.channels_last), g)
         error = y - x
         loss = error.abs().mean() + error.square().mean() + edges(error).abs().mean() + codes
-        descend(loss, model, [optimizer], learning_rate(step, args.vq_steps, args.vq_lr))
+        descend(loss, model, optimizers.values(), learning_rate(step, args.vq_steps, args.vq_lr))
         if step % 50 == 0:
             mse, used = error.square().mean().item(), int((model.idle < IDLE // 2).sum())
             print(f"vq {step} loss {loss.item():.4f} mse {mse:.5f} {used} codes", flush=True)
         if (step + 1) % args.save == 0 or step + 1 == args.vq_steps:
-            save(path, step + 1, model=model, optimizer=optimizer)
+            save(path, step + 1, model=model, **optimizers)
 
 
 @torch.no_grad()
@@ -251,9 +253,7 @@ def restore(args: argparse.Namespace) -> None:
     model.transformer.load_state_dict(pipe.transformer.state_dict())
     save(args.work / "vq.pt", known["vq_steps"], model=autoencoder)
     save(args.work / "masked.pt", known["steps"], model=model, ema=model)
-    said = f"Until step {known['steps']} the settings were {json.dumps(known['settings'])}."
-    history = [*known.get("history", []), f"{said} Optimizers started anew from these weights."]
-    (args.work / "history.json").write_text(json.dumps(history))
+    remember(args, known)
 
 
 STAGES: Stages = {"vq": train_vq, "masked": train_masked, "export": export, "restore": restore}
@@ -261,8 +261,8 @@ STAGES: Stages = {"vq": train_vq, "masked": train_masked, "export": export, "res
 
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__ or "", STAGES, "flowrl/shapes/masked")
-    add_denoiser(made, steps=5000, batch=32, scenes=24_000)
-    made.add_argument("--vq-steps", type=int, default=2500)
+    add_denoiser(made, steps=12_000, batch=32, scenes=24_000)
+    made.add_argument("--vq-steps", type=int, default=3500)
     made.add_argument("--vq-batch", type=int, default=16)
     made.add_argument("--vq-lr", type=float, default=2e-3, help="peak learning rate")
     return made

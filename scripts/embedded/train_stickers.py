@@ -107,41 +107,56 @@ def fit_autoencoder(
     data: Callable[[int, torch.Generator], Tensor],
     decode: Callable[[Any, Tensor], Tensor] = lambda model, z: model.decode(z).sample,
     *,
+    sample: Callable[[Any, torch.Generator], Tensor] = lambda said, g: said.sample(generator=g),
     muon: bool = False,
+    steps: int | None = None,
 ) -> None:
     """Train the autoencoder that `make` makes on batches of `data(count, generator)`.
 
-    Errors of pixels and of their differences, and a KL to the unit normal. muon: whether kernels
-    are trained by Muon.
+    Errors of pixels and of their differences, and a KL to the unit normal. sample: from what the
+    encoder says to latents. muon: whether kernels are trained by Muon. steps: in all; None:
+    args.vae_steps.
     """
+    steps = steps or args.vae_steps
     torch.manual_seed(args.seed)
     model: Any = make().to(args.device)
-    kernels, others = [], []
-    for p in model.parameters():
-        kernel = muon and p.ndim > 3 and min(p.flatten(1).shape) > 1
-        (kernels if kernel else others).append(p)
-    adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
-    optimizers: dict[str, torch.optim.Optimizer] = {"optimizer": adamw}
-    if kernels:
-        optimizers["muon"] = KernelMuon(kernels)
+    optimizers = optimizers_of_kernels(model, muon=muon)
     path = args.work / f"{stage}.pt"
     start = resume(path, model=model, **optimizers)
-    for step in range(start, args.vae_steps):
+    for step in range(start, steps):
         g = generator_of(args, step)
         x = data(args.vae_batch, g).to(args.device)
         posterior = model.encode(x).latent_dist
-        error = decode(model, posterior.sample(generator=g)) - x
+        error = decode(model, sample(posterior, g)) - x
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         loss = error.abs().mean() + error.square().mean() + edges(error).abs().mean()
         loss = loss + args.vae_kl * kl
-        rate = learning_rate(step, args.vae_steps, args.vae_lr)
+        rate = learning_rate(step, steps, args.vae_lr)
         descend(loss, model, optimizers.values(), rate)
         if step % 50 == 0:
             mse = error.square().mean().item()
             said = f"loss {loss.item():.4f} mse {mse:.5f} kl {kl.item():.3f}"
             print(f"{stage} {step} {said}", flush=True)
-        if (step + 1) % args.save == 0 or step + 1 == args.vae_steps:
+        if (step + 1) % args.save == 0 or step + 1 == steps:
             save(path, step + 1, model=model, **optimizers)
+
+
+def optimizers_of_kernels(
+    model: torch.nn.Module, *, muon: bool
+) -> dict[str, torch.optim.Optimizer]:
+    """AdamW for all weights that are trained, or Muon for the kernels of convolutions and AdamW
+    for the rest."""
+    kernels, others = [], []
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        kernel = muon and p.ndim > 3 and min(p.flatten(1).shape) > 1
+        (kernels if kernel else others).append(p)
+    adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    out: dict[str, torch.optim.Optimizer] = {"optimizer": adamw}
+    if kernels:
+        out["muon"] = KernelMuon(kernels)
+    return out
 
 
 def train_vae(args: argparse.Namespace) -> None:
@@ -499,6 +514,13 @@ def export_stable(
         requires_safety_checker=False,
     )
     write(args, pipe, script, vae_steps=vae_steps, steps=steps)
+
+
+def remember(args: argparse.Namespace, known: dict[str, Any]) -> None:
+    """Note for the next provenance how restored weights, with this provenance, were made."""
+    said = f"Until step {known['steps']} the settings were {json.dumps(known['settings'])}."
+    history = [*known.get("history", []), f"{said} Optimizers started anew from these weights."]
+    (args.work / "history.json").write_text(json.dumps(history))
 
 
 NOTO = "rendered by flowrl.scenes.stickers from Noto Emoji's pictures; no other data"

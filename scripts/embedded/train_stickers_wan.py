@@ -1,19 +1,22 @@
 """Pretrain stickers-wan, which draws videos of 9 frames of 64 x 64 px: a video VAE, then a Wan
 transformer by flow matching. With --world shapes, coloured shapes move.
 
-    python scripts/embedded/train_stickers_wan.py wan-vae    --work runs/stickers   # an hour
-    python scripts/embedded/train_stickers_wan.py wan        --work runs/stickers   # hours
-    python scripts/embedded/train_stickers_wan.py export-wan --work runs/stickers
+    python scripts/embedded/train_stickers_wan.py wan-vae     --work runs/stickers   # an hour
+    python scripts/embedded/train_stickers_wan.py wan-decoder --work runs/stickers   # 20 minutes
+    python scripts/embedded/train_stickers_wan.py wan         --work runs/stickers   # hours
+    python scripts/embedded/train_stickers_wan.py export-wan  --work runs/stickers
 
-Stages save and go on as those of train_stickers.py do, and the text encoder is trained with the
-transformer as it is there.
+Where checkpoints are lost, `restore-wan` makes them from the weights that ship. Stages save and go
+on as those of train_stickers.py do, and the text encoder is trained with the transformer as there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from diffusers import (
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
-from train_shapes import resume
+from train_shapes import resume, save
 from train_stickers import (
     NOTO,
     WHITE,
@@ -40,6 +43,7 @@ from train_stickers import (
     fit,
     fit_autoencoder,
     parser,
+    remember,
     run,
     words_of_the_world,
     write,
@@ -56,6 +60,7 @@ FRAMES = 9
 TEXT_WIDTH = 64
 PADDED = 512  # tokens to which WanPipeline pads a text unless it is told otherwise
 WORLDS = {"stickers": MOTIONS, "shapes": shapes.MOTIONS}
+OFF = 0.4  # standard deviations by which latents of the decoder's training are off, at most
 SHIFT = 3.0  # of the exported scheduler's noise levels
 
 
@@ -138,6 +143,27 @@ def train_wan_vae(args: argparse.Namespace) -> None:
     data = partial(videos, motions=WORLDS[args.world])
     # with AdamW a loss of 0.28 takes 250 steps in place of 100
     fit_autoencoder(args, "wan-vae", fresh_vae, data, unclamped, muon=True)
+
+
+def train_wan_decoder(args: argparse.Namespace) -> None:
+    """Train the decoder on: it draws sharp shapes from latents that are a little off, as those of
+    a denoiser are. The encoder and so the latents stay as they are."""
+
+    def make() -> Any:
+        model = wan_vae()
+        resume(args.work / "wan-vae.pt", model=model)
+        model.encoder.requires_grad_(False)
+        model.quant_conv.requires_grad_(False)
+        return model
+
+    def off(said: Any, g: torch.Generator) -> Tensor:
+        z = said.mode()
+        share = OFF * torch.rand(len(z), 1, 1, 1, 1, generator=g)
+        return z + share * z.std((0, 2, 3, 4), keepdim=True) * torch.randn(z.shape, generator=g)
+
+    data = partial(videos, motions=WORLDS[args.world])
+    how = {"sample": off, "muon": True, "steps": args.decoder_steps}
+    fit_autoencoder(args, "wan-decoder", make, data, unclamped, **how)
 
 
 def wan_tokenizer(language: grammar.Language = WORLD) -> PreTrainedTokenizerFast:
@@ -262,6 +288,7 @@ def export_wan(args: argparse.Namespace) -> None:
     data, tok = wan_latents(args), wan_tokenizer(WORLDS[args.world].world.language)
     autoencoder, model = wan_vae(data["mean"], data["std"]), WanDenoiser(tok)
     vae_steps = resume(args.work / "wan-vae.pt", model=autoencoder)
+    decoder_steps = resume(args.work / "wan-decoder.pt", model=autoencoder)
     steps = resume(args.work / "wan.pt", ema=model)
     pipe = WanPipeline(
         vae=autoencoder.half(),
@@ -274,16 +301,38 @@ def export_wan(args: argparse.Namespace) -> None:
     )
     drawn = "rendered by flowrl.shapes.scenes; no other data"
     source = NOTO if args.world == "stickers" else drawn
-    write(args, pipe, __file__, source, vae_steps=vae_steps, steps=steps)
+    counted = {"vae_steps": vae_steps, "decoder_steps": decoder_steps, "steps": steps}
+    write(args, pipe, __file__, source, **counted)
 
 
-STAGES: Stages = {"wan-vae": train_wan_vae, "wan": train_wan, "export-wan": export_wan}
+def restore_wan(args: argparse.Namespace) -> None:
+    """Write checkpoints of what --out holds: weights alone, so that optimizers start anew."""
+    pipe = WanPipeline.from_pretrained(args.out, dtype=torch.float32)
+    known = json.loads((Path(args.out) / "provenance.json").read_text())
+    model = WanDenoiser(wan_tokenizer(WORLDS[args.world].world.language))
+    model.transformer.load_state_dict(pipe.transformer.state_dict())
+    model.text_encoder.load_state_dict(pipe.text_encoder.state_dict())
+    save(args.work / "wan-vae.pt", known["vae_steps"], model=pipe.vae)
+    if decoder_steps := known.get("decoder_steps"):
+        save(args.work / "wan-decoder.pt", decoder_steps, model=pipe.vae)
+    save(args.work / "wan.pt", known["steps"], model=model, ema=model)
+    remember(args, known)
+
+
+STAGES: Stages = {
+    "wan-vae": train_wan_vae,
+    "wan-decoder": train_wan_decoder,
+    "wan": train_wan,
+    "export-wan": export_wan,
+    "restore-wan": restore_wan,
+}
 
 
 def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__ or "", STAGES, "flowrl/scenes/stickers/wan")
     add_vae(made, vae_steps=2000, vae_batch=4, vae_lr=3e-3)
     add_denoiser(made, steps=10_000, batch=32, scenes=12_000)
+    made.add_argument("--decoder-steps", type=int, default=1500)
     made.add_argument("--world", choices=list(WORLDS), default="stickers")
     made.add_argument("--plain", type=float, default=0.7, help="share of motions on white")
     return made

@@ -13,8 +13,10 @@ import train_stickers_edit as edit
 import train_stickers_wan as wan
 
 SIZES = {"work": None, "out": None, "device": "cpu", "threads": 1, "seed": 0, "save": 1}
-SIZES |= {"vae-steps": 2, "vae-batch": 1, "scenes": 6, "pairs": 6, "steps": 2, "batch": 2}
-STAGES = [(train, "vae"), (train, "sd"), (edit, "edit"), (wan, "wan-vae"), (wan, "wan")]
+SIZES |= {"vae-steps": 2, "decoder-steps": 2, "vae-batch": 1}
+SIZES |= {"scenes": 6, "pairs": 6, "steps": 2, "batch": 2}
+STAGES = [(train, "vae"), (train, "sd"), (edit, "edit")]
+STAGES += [(wan, "wan-vae"), (wan, "wan-decoder"), (wan, "wan")]
 
 
 def words(script, stage, work):
@@ -44,7 +46,7 @@ def test_every_stage_goes_on_where_it_was_killed(whole, tmp_path):
     for script, stage in STAGES:
         work = tmp_path / stage
         work.mkdir()
-        parts = ("model",) if "vae" in stage else ("model", "ema")
+        parts = ("model", "ema") if stage in ("sd", "edit", "wan") else ("model",)
         stages.assert_goes_on(whole, work, stage, partial(run, script), parts)
 
 
@@ -88,6 +90,31 @@ def test_wan_is_exported_as_it_ended(whole):
     size = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 16}
     made = pipe("a cat moves left", num_inference_steps=2, output_type="pt", **size).frames
     assert made.shape == (1, 9, 3, 64, 64) and made.isfinite().all()
+
+
+def test_the_decoder_is_trained_on_and_the_encoder_is_not(whole):
+    """Latents stay as they are, and what is exported has the newer decoder."""
+    first, then = (torch.load(whole / f"wan-{name}.pt")["model"] for name in ("vae", "decoder"))
+    moved = {name for name in first if not torch.equal(first[name], then[name])}
+    assert moved and all(name.startswith(("decoder.", "post_quant_conv.")) for name in moved)
+    pipe, said = exported(wan, "wan", whole)
+    name = "decoder.conv_in.weight"
+    assert torch.equal(pipe.vae.state_dict()[name].half(), then[name].half())
+    assert said["vae_steps"] == said["decoder_steps"] == 2
+
+
+def test_weights_of_the_video_model_are_restored_from_what_ships(whole, tmp_path):
+    """They are those that were exported, and training goes on from their step."""
+    exported(wan, "wan", whole)
+    again = [f"--work={tmp_path}", "--steps=3"]
+    wan.main([*words(wan, "restore-wan", whole), *again])
+    for stage, part in (("wan-vae", "model"), ("wan-decoder", "model"), ("wan", "ema")):
+        one, other = (torch.load(folder / f"{stage}.pt") for folder in (whole, tmp_path))
+        assert one["step"] == other["step"] == 2 and "optimizer" not in other
+        if stage != "wan-vae":  # its decoder is the newer one
+            assert all(torch.equal(w.half(), other[part][k].half()) for k, w in one[part].items())
+    wan.main([*words(wan, "wan", whole), *again])
+    assert torch.load(tmp_path / "wan.pt")["step"] == 3
 
 
 def test_latents_have_unit_variance_and_a_prompts_own_picture(whole):
