@@ -245,7 +245,7 @@ def test_a_rate_at_the_end_of_the_ladder_is_the_last_one_tried(bench, monkeypatc
 def test_runs_that_set_what_tuning_chooses_are_marked_as_set_by_hand(bench):
     hand = {name for name in bench.CLAIMS if results_page.by_hand(name)}
     own = ("_few", "_many", *(f"cps_{steps}" for steps in (4, 8, 16)))
-    more = {*bench.MASKED, "edit_nft"}  # at the rate of its quickstart
+    more = {*bench.MASKED, "edit_nft", "video_nft"}  # at the rates of their quickstarts
     assert hand == {name for name in bench.CLAIMS if name.endswith(own) or name in more}
     tuned(bench, "nft")
     finish(bench, bench.claims("nft_1_steps")[0], 0.4)
