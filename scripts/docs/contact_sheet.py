@@ -1,4 +1,4 @@
-"""Does a person call right what the verifier calls right? 200 samples of an embedded model.
+"""Does a reader call right what the verifier calls right? 200 samples of an embedded model.
 
     python scripts/docs/contact_sheet.py draw shapes-edit   # the sheet, and the verdicts apart
     python scripts/docs/contact_sheet.py read shapes-edit   # how often both agree
@@ -6,7 +6,7 @@
 `draw` writes docs/contact/NAME.webp, numbered samples with their prompts: the first half without
 guidance, the second with the model's own. Of an edit the source stands left of the result, and of a
 video the frames follow each other from left to right and down. The verdicts go to NAME.json. A
-person who has not seen them writes the numbers of the samples that are right to NAME.txt.
+reader who has not seen them writes the numbers of the samples that are right to NAME.txt.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def draw(name: str) -> None:
 
 
 def agreement(marks: str, numbers: set[int]) -> tuple[list[int], list[int]]:
-    """(numbers that only the verifier calls right, numbers that only the person does). marks: 1 for
-    each sample that the verifier calls right; numbers: those that the person does."""
+    """(numbers that only the verifier calls right, numbers that only the reader does). marks: 1 for
+    each sample that the verifier calls right; numbers: those that the reader does."""
     unknown = numbers - set(range(len(marks)))
     if unknown:
         raise SystemExit(f"there are samples 0 to {len(marks) - 1}, and none {min(unknown)}")
@@ -94,11 +94,12 @@ def read(name: str) -> None:
     only = agreement(marks, {int(number) for number in " ".join(lines).split()})
     half = len(marks) // len(GUIDANCE)
     right = [marks[:half].count("1"), marks[half:].count("1")]
+    same = 1 - sum(map(len, only)) / len(marks)
     print(
         f"{name}: the verifier accepts {right[0]} of {half} without and {right[1]} of {half} with"
-        f" guidance; a person agrees on {1 - sum(map(len, only)) / len(marks):.3f} of {len(marks)}"
+        f" guidance; the reader agrees on {same:.3f} of {len(marks)}"
     )
-    print(f"right for the verifier alone {only[0]}, for the person alone {only[1]}")
+    print(f"right for the verifier alone {only[0]}, for the reader alone {only[1]}")
 
 
 if __name__ == "__main__":

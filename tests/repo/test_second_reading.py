@@ -1,4 +1,4 @@
-"""What a person and a second network say of samples that the verifier of shapes judges."""
+"""What a reader and a second network say of samples that the verifier of shapes judges."""
 
 import contact_sheet
 import pytest
@@ -15,10 +15,10 @@ SHEETS = sorted(path.stem for path in contact_sheet.FOLDER.glob("*.txt"))
 
 
 @pytest.mark.parametrize("name", SHEETS)
-def test_a_person_agrees_with_the_verifier_on_samples_of_an_embedded_model(name, capsys):
+def test_a_reader_agrees_with_the_verifier_on_samples_of_an_embedded_model(name, capsys):
     contact_sheet.read(name)
     said = capsys.readouterr().out
-    # of a video a person does not see the outline of one frame that the verifier refuses
+    # of a video the reader does not see the outline of one frame that the verifier refuses
     least = 0.8 if name == "shapes-wan" else 0.95
     assert float(said.partition("agrees on ")[2].split()[0]) >= least and "of 200" in said
 
