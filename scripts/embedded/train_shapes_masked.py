@@ -16,10 +16,8 @@ A stage saves and goes on as those of train_stickers.py do.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,14 +244,13 @@ def export(args: argparse.Namespace) -> None:
 def restore(args: argparse.Namespace) -> None:
     """Write checkpoints of what --out holds: weights alone, so that optimizers start anew."""
     pipe = AmusedPipeline.from_pretrained(args.out, dtype=torch.float32)
-    known = json.loads((Path(args.out) / "provenance.json").read_text())
+    known = remember(args)
     autoencoder, model = Quantised(), Generator()
     autoencoder.vq.load_state_dict(pipe.vqvae.state_dict())
     model.text_encoder.load_state_dict(pipe.text_encoder.state_dict())
     model.transformer.load_state_dict(pipe.transformer.state_dict())
     save(args.work / "vq.pt", known["vq_steps"], model=autoencoder)
     save(args.work / "masked.pt", known["steps"], model=model, ema=model)
-    remember(args, known)
 
 
 STAGES: Stages = {"vq": train_vq, "masked": train_masked, "export": export, "restore": restore}

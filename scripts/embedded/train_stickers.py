@@ -516,11 +516,13 @@ def export_stable(
     write(args, pipe, script, vae_steps=vae_steps, steps=steps)
 
 
-def remember(args: argparse.Namespace, known: dict[str, Any]) -> None:
-    """Note for the next provenance how restored weights, with this provenance, were made."""
+def remember(args: argparse.Namespace) -> dict[str, Any]:
+    """Note for the next provenance how the weights in --out were made -> their provenance."""
+    known = json.loads((Path(args.out) / "provenance.json").read_text())
     said = f"Until step {known['steps']} the settings were {json.dumps(known['settings'])}."
     history = [*known.get("history", []), f"{said} Optimizers started anew from these weights."]
     (args.work / "history.json").write_text(json.dumps(history))
+    return known
 
 
 NOTO = "rendered by flowrl.scenes.stickers from Noto Emoji's pictures; no other data"

@@ -13,10 +13,8 @@ on as those of train_stickers.py do, and the text encoder is trained with the tr
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -308,7 +306,7 @@ def export_wan(args: argparse.Namespace) -> None:
 def restore_wan(args: argparse.Namespace) -> None:
     """Write checkpoints of what --out holds: weights alone, so that optimizers start anew."""
     pipe = WanPipeline.from_pretrained(args.out, dtype=torch.float32)
-    known = json.loads((Path(args.out) / "provenance.json").read_text())
+    known = remember(args)
     model = WanDenoiser(wan_tokenizer(WORLDS[args.world].world.language))
     model.transformer.load_state_dict(pipe.transformer.state_dict())
     model.text_encoder.load_state_dict(pipe.text_encoder.state_dict())
@@ -316,7 +314,6 @@ def restore_wan(args: argparse.Namespace) -> None:
     if decoder_steps := known.get("decoder_steps"):
         save(args.work / "wan-decoder.pt", decoder_steps, model=pipe.vae)
     save(args.work / "wan.pt", known["steps"], model=model, ema=model)
-    remember(args, known)
 
 
 STAGES: Stages = {

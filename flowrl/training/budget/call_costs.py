@@ -147,8 +147,6 @@ class Costs:
         with meter, Attention(self.low, cuda=self.device.cuda):
             answers = self.policy.encode_one()
         one = booked(meter)
-        if self.policy.unmasks:  # no answer is kept for another iteration
-            answers = []
         self.answers = sum(answer.nbytes for answer in answers)
         sizes = [prompts * answer.nbytes for answer in answers]
         joined, kept = max(sizes, default=0), min(sum(sizes), LARGEST)

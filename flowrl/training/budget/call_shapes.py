@@ -83,14 +83,10 @@ class _PipelineCall:
     net: dict[str, Any] = field(init=False)  # config of the denoising component
     vae: dict[str, Any] = field(init=False)  # config of the VAE
 
-    @property
-    def decoder(self) -> str:
-        """Component that decodes."""
-        return "vqvae" if "vqvae" in self.a.parts else "vae"
-
     def __post_init__(self) -> None:
         self.network = "unet" if "unet" in self.a.parts else "transformer"
-        self.net, self.vae = self.a.config(self.network), self.a.config(self.decoder)
+        vae = "vqvae" if "vqvae" in self.a.parts else "vae"
+        self.net, self.vae = self.a.config(self.network), self.a.config(vae)
 
     def shapes(self, **known: Any) -> CallShapes:
         """Make the CallShapes of this pipeline and network."""

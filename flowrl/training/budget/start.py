@@ -55,9 +55,9 @@ class Start:
         cfg = self.cfg
         # a size of evaluations is probed and checked, too; its texts are known already
         own = bool(cfg.eval.height or cfg.eval.width)
-        texts = PolicyCall(what="encode", rows=self.texts)
         found = {"loading": Work(seconds=loading)}
         if not self.shapes.vocabulary:
+            texts = PolicyCall(what="encode", rows=self.texts)
             found["probing"] = self.done([texts, *(1 + own) * self.probing()])
         if cfg.model.self_check:
             again = own and not cfg.train.shard
@@ -132,15 +132,15 @@ class Start:
         """Return the work of the evaluation before training, and of the one with guidance."""
         cfg, policy = self.cfg, self.costs.policy
         images, prompts = images_of(cfg, self.gpus), self.held_out()
-        tokens = bool(self.shapes.vocabulary)  # they read an empty text, too, and keep no answer
-        encoded = self.work(PolicyCall(what="encode", rows=prompts + tokens))
+        empty = bool(self.shapes.vocabulary)  # a masked generator reads an empty text, too
+        encoded = self.work(PolicyCall(what="encode", rows=prompts + empty))
         found = encoded
         for guidance in [cfg.eval.guidance, *filter(None, [cfg.eval.baseline_guidance])]:
             rows = images * networks(cfg) * policy.branches(guidance)
             seconds = evaluation(cfg, guidance, self.costs, self.weights, self.gpus)
             found += Work(rows=rows, decodes=images, seconds=seconds)
-        # texts are encoded again where their answers were too many to be kept
-        kept = not tokens and prompts * self.costs.answers <= LARGEST
+        # texts are encoded again where no answers are kept, or too many to be
+        kept = 0 < prompts * self.costs.answers <= LARGEST
         if cfg.eval.baseline_guidance and not kept:
             found += encoded
         return found
