@@ -37,9 +37,16 @@ from flowrl.policy.replay.errors import CallError, UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
 from flowrl.policy.replay.items import PromptItem, is_own, items_of
+from flowrl.policy.replay.places import Places, unlike
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.reach import Reader, cut, readers, surely_read
-from flowrl.policy.replay.record import DenoiserCall, Encoding, Runner, denoisers_of, prediction_of
+from flowrl.policy.replay.record import (
+    DenoiserCall,
+    Encoding,
+    Runner,
+    denoisers_of,
+    prediction_of,
+)
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.text import Encodings, check_encoded, check_staying, text_encoders
 from flowrl.policy.weights.merged import save_merged
@@ -118,12 +125,14 @@ class PipelinePolicy(Policy):
     def _infer(self, runner: Runner, example: Mapping[str, Any] | None) -> None:
         self.prober = Prober(runner, example)
         self.coords = find_coords(self.prober)
+        self.places = Places(self.prober, self.coords)
         try:
             self.replay, self.steps = infer(self.prober, self.coords)
         except UnreplayableError as error:
             if {"guidance", "boundary"} & set(runner.hints):
                 raise
-            self.replay, self.steps = body_replay(self.prober, self.coords, str(error))
+            self.replay, self.steps = body_replay(self.places, str(error))
+        self.recorded, _ = self._scheduled(self.steps, self.places.recorded)
         self.replay.combine = self._combine
         self.decoder: Decoder | TailDecoder | partial[Tensor]
         if "decode" in runner.hints:
@@ -279,7 +288,7 @@ class PipelinePolicy(Policy):
 
     def _picture(self, item: PromptItem) -> Tensor | None:
         """Return x0 (*L) of the picture that the loop starts from; None if it starts from noise."""
-        sigma = self.schedule(self.steps).sigmas[0]
+        sigma = self.recorded.sigmas[0]
         mean = self.prober.start(item, self.steps).mean
         if mean is None or not self.prober.runner.single or sigma > 1 - 1e-3:
             return None
@@ -287,10 +296,36 @@ class PipelinePolicy(Policy):
 
     def schedule(self, steps: int) -> Schedule:
         if steps not in self._schedules:
-            found = self.prober.schedule(steps, self.coords)
-            self.coords.time.add(found.sigmas[:-1], found.times)
-            self._schedules[steps] = found
+            self._schedules[steps], why = self._scheduled(steps, self.places.runs)
+            if why is not None:
+                logger.warning(
+                    f"{self.replay.pipeline}: {why}; from now on the loop's own body is run, which"
+                    " is slower"
+                )
         return self._schedules[steps]
+
+    def _scheduled(
+        self, steps: int, runs: dict[int, tuple[int, Tensor]]
+    ) -> tuple[Schedule, str | None]:
+        """Read a schedule from a stubbed run, and compare the run with the replay. Where it does
+        otherwise, the loop's own body takes the replay's place, or an UnreplayableError says that
+        it cannot -> (the schedule, why the body does; None if it does not)."""
+        found, run = self.prober.schedule(steps, self.coords)
+        self.coords.time.add(found.sigmas[:-1], found.times)
+        runs[steps], why = self.places.seen(run), None
+        if self.replay.regimes:
+            j = unlike(self.replay, run, runs[steps][1])
+            if j is not None:
+                why = f"at {steps} steps, iteration {j} does otherwise than the inferred call"
+                self.replay, _ = body_replay(self.places, why)
+        rules = {regime.guidance.rule for regime in self.replay.regimes}
+        if not rules or "pipeline" in rules:
+            try:
+                self.places.check(steps, run, *runs[steps])
+            except UnreplayableError:
+                del runs[steps]
+                raise
+        return found, why
 
     def init(
         self,
@@ -299,7 +334,7 @@ class PipelinePolicy(Policy):
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        x = noise * self.coords.start(sigma, self.schedule(self.steps))
+        x = noise * self.coords.start(sigma, self.recorded)
         if not self.late:
             return x
         if cond is None or cond.starts is None or rows is None:
@@ -325,21 +360,14 @@ class PipelinePolicy(Policy):
         levels = sigma.unique()
         if len(levels) == 1:
             items = [cond.items[i] for i in rows.tolist()]
-            steps, answers = self._steps_with(levels[0].item()), self._answers(which, outs)
-            return reenter(self.prober, self.coords, steps, x, levels[0].cpu(), items, answers)
+            place, answers = self.places.of(levels[0].item()), self._answers(which, outs)
+            return reenter(self.prober, self.coords, place, x, levels[0].cpu(), items, answers)
         mixed = torch.zeros_like(x)
         for level in levels:
             at = (sigma == level).nonzero().flatten()
             part = self._combine(which, [out[at] for out in outs], request.take(at))
             mixed = mixed.index_copy(0, at, part)
         return mixed
-
-    def _steps_with(self, sigma: float) -> int:
-        """Count the steps of the schedule that holds sigma: guidance may follow the step."""
-        for steps, known in reversed(self._schedules.items()):
-            if (known.sigmas - sigma).abs().min() < 2e-7:
-                return max(steps, 3)
-        return self.steps
 
     def _answers(self, which: int, outs: list[Tensor]) -> dict[tuple[str, int], Tensor]:
         """Arrange raw outputs of a regime's branches in the order in which its networks give them:
@@ -405,7 +433,7 @@ class PipelinePolicy(Policy):
         and its conditions, one sigma for all: slow, but the replay can be compared with it."""
         s = torch.as_tensor(sigma, dtype=torch.float64).reshape(()).cpu()
         items = items_of(prompts, conditions)
-        prediction = reenter(self.prober, self.coords, self.steps, x, s, items)
+        prediction = reenter(self.prober, self.coords, self.places.of(s.item()), x, s, items)
         return self.coords.velocity(prediction, x, s)
 
     def self_check(self) -> SelfCheck:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.replay.call import Replay, Request, together
-from flowrl.policy.replay.coords import Coords, place_of
-from flowrl.policy.replay.probe import Prober, always
+from flowrl.policy.replay.coords import place_of
+from flowrl.policy.replay.places import Places
+from flowrl.policy.replay.probe import always
 from flowrl.policy.replay.record import prediction_of
 from flowrl.policy.replay.reentry import reenter
 
@@ -26,7 +27,7 @@ STEPS = 8
 class BodyReplay(Replay):
     """A Replay without regimes: every prediction is one iteration of the pipeline's own loop."""
 
-    prober: Prober = field(kw_only=True)  # runs the pipeline
+    places: Places = field(kw_only=True)  # where each noise level lies in the loop
     why: str = field(kw_only=True)  # a sentence that says what could not be inferred
     branches: int = field(kw_only=True)  # number of network rows that a state costs
 
@@ -46,7 +47,8 @@ class BodyReplay(Replay):
 
     def _at(self, request: Request, level: Tensor) -> tuple[Tensor, int]:
         items = [request.cond.items[row] for row in request.rows.tolist()]
-        made = reenter(self.prober, self.coords, STEPS, request.x, level, items)
+        place = self.places.of(level.item())
+        made = reenter(self.places.prober, self.coords, place, request.x, level, items)
         return made, len(items) * self.branches
 
     def check(self, guidance: float | str) -> None:
@@ -60,10 +62,11 @@ class BodyReplay(Replay):
         )
 
 
-def body_replay(prober: Prober, coords: Coords, why: str) -> tuple[Replay, int]:
-    """Return a BodyReplay, and the number of steps with which the pipeline is called.
+def body_replay(places: Places, why: str) -> tuple[Replay, int]:
+    """Return a BodyReplay, and the number of steps of its recording.
 
     why: a sentence about what could not be inferred."""
+    prober = places.prober
     x = torch.zeros(prober.count + len(prober.runner.pad), *prober.shape)
     iterations = prober.run(prober.rows(prober.count), STEPS, latents=always(x))
     prober.begin = place_of(prober.runner.pipe.scheduler, iterations[0].time)
@@ -72,10 +75,10 @@ def body_replay(prober: Prober, coords: Coords, why: str) -> tuple[Replay, int]:
     replay = BodyReplay(
         regimes=[],
         boundaries=[],
-        coords=coords,
+        coords=places.coords,
         shape=prober.shape,
         pipeline=type(prober.runner.pipe).__name__,
-        prober=prober,
+        places=places,
         why=why,
         branches=max(1, round(sum(each))),
     )

@@ -332,20 +332,17 @@ class Prober:
             )
         return stub.done
 
-    def schedule(self, steps: int, coords: Coords) -> Schedule:
+    def schedule(self, steps: int, coords: Coords) -> tuple[Schedule, list[RecordedStep]]:
         """Read sigmas and exact times from a stubbed run at the real number of steps and
-        resolution, so that dynamic shifts are included."""
+        resolution, so that dynamic shifts are included -> (they, the run)."""
         iterations = self.run(self.rows(self.count), steps)
         times = torch.stack([it.time for it in iterations])
         sigmas = coords.sigmas_of(self.runner.pipe.scheduler, times)
         # PNDM repeats its second time
         keep = torch.cat([sigmas[:-1] > sigmas[1:], torch.tensor([True])])
         factor = self.start(self.record[0], steps).factor
-        return Schedule(
-            sigmas=sigmas[keep],
-            times=times[keep[:-1]],
-            start=factor / coords.scale(sigmas[0]).item(),
-        )
+        start = factor / coords.scale(sigmas[0]).item()
+        return Schedule(sigmas=sigmas[keep], times=times[keep[:-1]], start=start), iterations
 
     def start(self, item: PromptItem, steps: int) -> StartMap:
         """Find how the loop's first latents follow its noise."""
