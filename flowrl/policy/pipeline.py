@@ -302,6 +302,7 @@ class PipelinePolicy(Policy):
                     f"{self.replay.pipeline}: {why}; from now on the loop's own body is run, which"
                     " is slower"
                 )
+        self.places.runs[steps] = self.places.runs.pop(steps)  # it was asked for last
         return self._schedules[steps]
 
     def _scheduled(
@@ -320,11 +321,7 @@ class PipelinePolicy(Policy):
                 self.replay, _ = body_replay(self.places, why)
         rules = {regime.guidance.rule for regime in self.replay.regimes}
         if not rules or "pipeline" in rules:
-            try:
-                self.places.check(steps, run, *runs[steps])
-            except UnreplayableError:
-                del runs[steps]
-                raise
+            self.places.check(steps, run, *runs[steps])
         return found, why
 
     def init(

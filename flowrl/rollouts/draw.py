@@ -58,6 +58,8 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
     at a time, and their rewards run while the next ones are sampled.
     """
     cfg, policy, ledger = source.cfg, source.policy, source.ledger
+    # a pipeline's steps may differ by their number: an evaluation may have asked for others
+    policy.schedule(cfg.sampler.steps)
     made: list[tuple[PromptBatch, Rollout]] = []
     shown = torch.empty(0)
     scorer = (OverlappedScorer if cfg.batch.overlap else Scorer)(source.rewards, ledger)

@@ -7,7 +7,6 @@ that does otherwise runs by its own body, where each noise level has the place o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,14 +34,14 @@ class Places:
     prober: Prober  # runs the pipeline
     coords: Coords  # flow coordinates of its scheduler
     # number of steps -> (place in the timesteps where the loop starts, sigmas (J,) fp64 of its
-    # iterations): runs that were asked for, the newest last
+    # iterations): runs that were asked for, the one that was asked for last comes last
     runs: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
     # the same of the recorded run, which counts where no run was asked for
     recorded: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     def of(self, sigma: float) -> Place:
-        """Find the place of a noise level: in the newest run that has it, else between two steps of
-        the newest run."""
+        """Find the place of a noise level: in the last run that has it, else between two steps of
+        the last run."""
         known = [
             (steps, *run)
             for runs in (self.runs, self.recorded)
@@ -64,8 +63,8 @@ class Places:
 
     def check(self, steps: int, run: list[RecordedStep], begin: int, sigmas: Tensor) -> None:
         """UnreplayableError if the loop's own body cannot stand for a run: its first step, which
-        starts from latents of the loop's own, does otherwise than a later step at its noise level;
-        or another run does otherwise at the same noise level."""
+        starts from latents of the loop's own, does otherwise than a later step at its noise
+        level."""
         name = type(self.prober.runner.pipe).__name__
         if len(run) < 2:
             return
@@ -77,30 +76,6 @@ class Places:
                 " earlier steps, or a first prediction of zero); a velocity follows the noise level"
                 " alone, so let it begin at the first step and remember none, or leave it out"
             )
-        for other, level, here, there in self._shared(steps, begin, sigmas):
-            pair = [self._entered(place, level, run[0].sample) for place in (here, there)]
-            if not _alike(*pair):
-                raise UnreplayableError(
-                    f"{name}: what the loop does at sigma {level:.4g} depends on the number of"
-                    f" steps, {steps} or {other} (guidance or a control in an interval of steps);"
-                    " sample and evaluate with the same number"
-                )
-
-    def _shared(
-        self, steps: int, begin: int, sigmas: Tensor
-    ) -> Iterator[tuple[int, Tensor, Place, Place]]:
-        """Yield each noise level that a run shares with another: (steps of the other, the level,
-        its place in this run, its place in the other)."""
-        for other, (its_begin, its_sigmas) in self.runs.items():
-            gaps = (sigmas[:, None] - its_sigmas).abs()
-            for here, there in (gaps < SAME).nonzero().tolist() if other != steps else ():
-                if max(here, 1) < len(sigmas) and max(there, 1) < len(its_sigmas):
-                    yield (
-                        other,
-                        sigmas[here],
-                        Place(steps=steps, begin=begin, at=max(here, 1)),
-                        Place(steps=other, begin=its_begin, at=max(there, 1)),
-                    )
 
     def _entered(self, place: Place, level: Tensor, x: Tensor) -> RecordedStep:
         """Run the loop on stubs, with latents x (rows, *L) in the pipeline's units at a place."""
