@@ -125,22 +125,7 @@ def test_samples_depend_on_their_seed_and_on_no_batch_mates():
 
 def test_the_law_of_samples_is_that_of_the_exact_enumeration():
     """Two tokens of two values: the golden numbers of test_unmasking.py, through the engine."""
-
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rest = nn.Parameter(torch.zeros(1))
-
-        def forward(self, tokens, cond):
-            first = torch.tensor([[0.7, 0.3], [0.6, 0.4]]).expand(len(tokens), 2, 2).clone()
-            after_0 = torch.tensor([[0.9, 0.1], [0.2, 0.8]])  # of place 1
-            after_1 = torch.tensor([[0.8, 0.2], [0.1, 0.9]])  # of place 0
-            known_0, known_1 = tokens[:, 0] < 2, tokens[:, 1] < 2
-            first[known_0, 1] = after_0[tokens[known_0, 0]]
-            first[known_1, 0] = after_1[tokens[known_1, 1]]
-            return first.log() + self.rest
-
-    own = flowrl.load_policy(Table(), shape=(2,), kind="tokens", mask=2)
+    own = masked.table()
     draws = 20_000
     rows = torch.zeros(draws, dtype=torch.int64)
     cond = own.encode(["any"])
