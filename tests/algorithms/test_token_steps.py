@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import long
 import masked
 import pytest
 import small
@@ -195,16 +196,56 @@ def test_a_run_learns_is_resumed_to_the_bit_and_is_evaluated(tmp_path):
     # three prompts: the first grid once each, then three steps of four samples
     assert first["nfe/rollout"] == 3 * (1 + 3 * 4)
     assert (whole.path / "report.html").is_file()
-    trainer = Trainer(settings(tmp_path / "part", iterations=12), **live())
+    resumed(tmp_path, 7, lambda: settings(tmp_path / "part", iterations=12), live)
+    assert small.lines(tmp_path / "part")[-1]["iteration"] == 12
+
+
+def resumed(tmp_path, after, config, live):
+    """Train a run in the folder "part", which ends after an iteration and is resumed; its numbers
+    are those of the run in "whole"."""
+    trainer = Trainer(config(), **live())
     for it in trainer:
-        if it.number == 7:
+        if it.number == after:
             trainer.save()
             break
     del trainer
     for _ in Trainer(resume=tmp_path / "part", **live()):
         pass
-    assert small.lines(tmp_path / "part")[-1]["iteration"] == 12
     assert small.numbers(tmp_path / "whole") == small.numbers(tmp_path / "part")
+    whole, part = (small.weights(tmp_path / name) for name in ("whole", "part"))
+    assert whole.keys() == part.keys() and all(torch.equal(whole[k], part[k]) for k in whole)
+
+
+def test_lora_by_confidence_resumes_to_the_bit(tmp_path):
+    lora = {"rank": 2, "alpha": 4}
+    changes = {
+        "algorithm": TOKENS | {"sde": "confidence", "ratio": "ppo", "kl_weight": 0.01},
+        "sampler": {"steps": 4, "eta": 2.0, "guidance": 2.0},
+        "train": {"mode": "lora", "lora": lora},
+        "data": {"eval": None},
+    }
+
+    def live():
+        return LIVE | {"policy": masked.policy(lora=lora), "prompts": {"train": masked.PROMPTS}}
+
+    for it in Trainer(settings(tmp_path / "whole", **changes), **live()):
+        assert it.metrics["policy/rows"] > 0
+    resumed(tmp_path, 2, lambda: settings(tmp_path / "part", **changes), live)
+
+
+@long.mark
+@pytest.mark.parametrize("method", ("trace_rl", "unigrpo"))
+def test_amused_resumes_to_the_bit(method, tmp_path, monkeypatch):
+    monkeypatch.setitem(small.ALGORITHMS, method, {})
+    few = {"iterations": "3", "batch__group": "4", "sampler__steps": "4", "data__eval": "null"}
+    few |= {"eval__at_start": "false", "guard__check_rewards": "false"}
+
+    def config(name):
+        return small.config(tmp_path / name, method, model="shapes-masked", **few)
+
+    for it in Trainer(config("whole")):
+        assert it.metrics["policy/rows"] > 0
+    resumed(tmp_path, 1, lambda: config("part"), dict)
 
 
 def test_steps_scored_together_train(tmp_path):

@@ -251,8 +251,7 @@ def test_the_policy_gradient_by_exact_steps_is_that_of_the_expected_reward(tau):
     rewards = random_logits(8, 256)
     values = enumerated(logits_of, rewards, (3, 2, 0), tau)
     true, full, partial, crude = (
-        torch.autograd.grad(value, logits_of, retain_graph=True)[0].flatten()
-        for value in values
+        torch.autograd.grad(value, logits_of, retain_graph=True)[0].flatten() for value in values
     )
     torch.testing.assert_close(full, true, atol=1e-7, rtol=1e-6)
     cosine, far = (float(torch.cosine_similarity(g, true, dim=0)) for g in (partial, crude))
