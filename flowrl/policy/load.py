@@ -138,6 +138,11 @@ def _of_module(
     """Make the policy of a module of flows, or with kind="tokens" of a masked generator."""
     kind = described.pop("kind") or "flow"
     if kind == TOKENS:
+        if isinstance(module, PreTrainedModel) and described["cond"] is not None:
+            raise ValueError(
+                f"{type(module).__name__} takes an attention mask where cond would be given; wrap"
+                " it in a module f(tokens, cond) -> logits, as docs/masked.md does for BERT"
+            )
         return TokenPolicy(module, lora=lora, **described, **tokens)
     if given := [name for name, value in tokens.items() if value is not None]:
         raise ValueError(
