@@ -10,7 +10,7 @@ Gumbel noise. For tau > 0 that is sampling without replacement with weights w_i 
 where s is the time at which the last place of K arrives and F the chance that no other has. The
 integrand vanishes at both ends, so that trapezoids in log s are exact to rounding. For tau = 0, S
 is prod over j of P(p_j(v) < the least confidence that was kept), which is Mask-GRPO's first
-candidate; that bound is a constant to the gradient.
+candidate; that bound is a constant to the gradient. Of equal confidences the first place is kept.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Confidence(Unmasking):
                 continue
             row = (token[i][kept[i]].double(), self.log_p[i][stay[i]].double())
             if tau == 0:
-                out.append(certain(*row).to(token))
+                places = (torch.nonzero(own[i]).flatten() for own in (kept, stay))
+                out.append(certain(*row, *places).to(token))
             elif torch.is_grad_enabled():
                 out.append(checkpoint(chosen, *row, tau, use_reentrant=False).to(token))
             else:
@@ -81,11 +82,15 @@ def chosen(kept: Tensor, others: Tensor, tau: float) -> Tensor:
     return (log_F + each.sum(0) + slope).logsumexp(0) + torch.log((high - low) / (points - 1))
 
 
-def certain(kept: Tensor, others: Tensor) -> Tensor:
-    """log S () of a choice without noise, see `chosen`; -inf where it is impossible."""
+def certain(kept: Tensor, others: Tensor, at: Tensor, rest: Tensor) -> Tensor:
+    """log S () of a choice without noise, see `chosen`; -inf where it is impossible.
+
+    at: (k,) the places that were kept; rest: (j,) those that stay masked.
+    """
     least = kept.detach().min()
-    below = torch.where(others < least, others, -torch.inf)
-    return below.logsumexp(-1).sum()
+    after = rest > at[kept == least].max()  # there an equal confidence is not kept
+    below = (others < least) | (others == least) & after[:, None]
+    return torch.where(below, others, -torch.inf).logsumexp(-1).sum()
 
 
 def transition(

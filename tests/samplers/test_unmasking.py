@@ -137,6 +137,20 @@ def worst_z(ends_seen, y, probability, draws):
     return float(((counts - draws * probability) / spread).abs().max())
 
 
+@pytest.mark.parametrize("left", (1, 2))
+def test_equal_confidences_without_noise_are_kept_in_the_order_of_places(left):
+    """The probabilities are still those of the draws: of a flat network, and of one with a tie."""
+    tied = torch.tensor([[0.0, 0.0, -1.0], [0.0, 0.0, 1.0], [0.0, 0.0, -1.0], [0.0, 0.0, 0.0]])
+    for logits in (torch.zeros(4, 3), tied):
+        x, draws = torch.full((4,), MASK), 20_000
+        y, probability = law_of_step(logits, x, left, 0.0)
+        assert float(probability.sum()) == pytest.approx(1, abs=1e-6)
+        step = step_of(logits.expand(draws, -1, -1), x.expand(draws, -1), left, 0.0)
+        seen = step.sample(torch.rand(draws, 2, 4, generator=torch.Generator().manual_seed(0)))
+        possible = probability > 0
+        assert worst_z(seen, y[possible], probability[possible].double(), draws) < 4.5
+
+
 @pytest.mark.parametrize("tau", (RANDOM, 1.0, 0.0))
 def test_draws_of_a_step_follow_its_probabilities(tau):
     logits, draws = random_logits(3, 4, 3), 100_000
