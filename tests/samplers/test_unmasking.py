@@ -221,6 +221,20 @@ def test_the_gradient_of_the_selection_factor_is_its_difference_quotient():
     assert torch.autograd.gradcheck(factor, logits)
 
 
+def test_places_that_stay_masked_may_be_taken_one_at_a_time(monkeypatch):
+    """A limit on how many numbers a term has leaves the factor and its gradient as they are."""
+    x, y = torch.full((1, 6), MASK), torch.tensor([[2, MASK, 0, MASK, MASK, MASK]])
+    found = []
+    for limit in (confidence.AT_ONCE, 1):
+        monkeypatch.setattr(confidence, "AT_ONCE", limit)
+        logits = random_logits(6, 1, 6, 3).requires_grad_()
+        factor = step_of(logits, x, 4, 0.7).selection(y)
+        factor.sum().backward()
+        found.append((factor.detach(), logits.grad))
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(whole, parts, atol=1e-12, rtol=1e-12)
+
+
 def enumerated(logits_of, rewards, left, tau):
     """(J, surrogate with exact steps, with tokens alone, of mean fields) of four places' traces.
 
