@@ -243,6 +243,8 @@ def _check_fresh(
             f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
             " returns"
         )
+    if said := amused.beyond(type(pipe).__name__):
+        raise ValueError(said)
     if hasattr(pipe, "init_pipeline"):
         raise ValueError(
             f"{type(pipe).__name__} is blocks without components; give the pipeline that"

@@ -27,10 +27,11 @@ class TokenGrids(Policy):
 
     state_dtype = torch.int32
     unmasks = True
+    masking = "cosine"  # how the share of masked places falls, see sigmas.unmasking
 
     def schedule(self, steps: int) -> Schedule:
-        """Return the shares of masked places of the cosine schedule; the model reads no time."""
-        found = sigmas.unmasking(torch.Size(self.latent_shape).numel(), steps)
+        """Return the shares of masked places; the model reads no time."""
+        found = sigmas.unmasking(torch.Size(self.latent_shape).numel(), steps, self.masking)
         return Schedule(sigmas=found, times=found[:-1])
 
     def noise(self, names: Tensor) -> Tensor:
@@ -50,8 +51,8 @@ class TokenGrids(Policy):
 
 
 class TokenPolicy(TokenGrids, ModulePolicy):
-    """f(tokens (n, *L) int64, cond (n, ...)) -> logits (n, *L, V), or a record with `logits`: tokens
-    are drawn by them where places are masked. Here sigma is the share of masked places, and
+    """f(tokens (n, *L) int64, cond (n, ...)) -> logits (n, *L, V), or a record with `logits`:
+    tokens are drawn by them where places are masked. Here sigma is the share of masked places, and
     `velocity` gives the logits.
 
     mask: the number by which f is told of a masked place, in its vocabulary or V itself. cond,

@@ -102,8 +102,9 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     shown = [*prompts, *held, *anchored.prompts]
     prepare_policy(cfg, algorithm, policy, rewards, shown)
     # check that the method fits its plan, its guidance, its rewards and its media
+    facts.learn(policy=policy)
     setup = set_up(cfg, algorithm, policy)
-    facts.learn(plan=setup.plan, policy=policy)
+    facts.learn(plan=setup.plan)
     masks, media = facts["masks"], [*facts["files"], *anchored.paths, *validation.paths]
     from_files.check(policy, media, cfg.data.crop)
     warn(cfg, policy, facts.warnings(), shown)

@@ -151,6 +151,7 @@ def settings(output, **changes):
     }
 
 
+TRAINED = {"rewards": masked.counted, "prompts": {"train": masked.PROMPTS}}
 LIVE = {"rewards": masked.counted, "prompts": {"train": masked.PROMPTS, "eval": masked.PROMPTS}}
 
 
@@ -181,6 +182,16 @@ def test_methods_on_tokens_refuse_flows(tmp_path):
             sampler__eta="1",
             algorithm__kl="exact",
         )
+
+
+@pytest.mark.parametrize("section", ("sampler", "eval"))
+def test_more_steps_than_tokens_are_refused_at_the_start_by_their_own_name(section, tmp_path):
+    given = settings(tmp_path / "run")
+    given[section] = given[section] | {"steps": 17}
+    with pytest.raises(ConfigError, match=rf"^{section}.steps=17 .* of \(4, 4\) tokens; use at"):
+        Trainer(given, policy=masked.policy(), **LIVE)
+    if section == "eval":  # nothing reads it where there are no prompts of evaluations
+        Trainer(given | {"data": {"eval": None}}, policy=masked.policy(), **TRAINED)
 
 
 # ------------------------------------------------------------- runs

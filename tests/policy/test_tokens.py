@@ -229,6 +229,17 @@ def test_a_net_of_other_shapes_is_named():
         own.self_check()
 
 
+@pytest.mark.parametrize("value", (float("nan"), -float("inf")))
+def test_logits_that_are_not_finite_are_named(value):
+    class Odd(Text):
+        def forward(self, tokens, cond):
+            return super().forward(tokens, cond).masked_fill(torch.arange(9) == 2, value)
+
+    own = flowrl.load_policy(Odd(), shape=(6,), kind="tokens", mask=4)
+    with pytest.raises(ValueError, match="^the logits of a grid .* not finite: .* -1e4 in place"):
+        own.self_check()
+
+
 def test_steps_that_unmask_nothing_and_guidance_without_a_branch_are_refused():
     own = flowrl.load_policy(Text(), shape=(6,), kind="tokens", mask=4)
     with pytest.raises(ValueError, match="unmask nothing of 6 tokens; use 1 to 6"):
