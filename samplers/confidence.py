@@ -82,9 +82,9 @@ def chosen(kept: Tensor, others: Tensor, tau: float) -> Tensor:
 
 def staying(others: Tensor, log_s: Tensor, tau: float) -> Tensor:
     """The part of log F(s) (Q,) of some places (j, V), summed over tokens in log space."""
-    # bounded where exp has no fp64
-    rate = (others[..., None] / tau + log_s).clamp(max=BOUND).exp()
-    return (others[..., None] - rate).logsumexp(1).sum(0)
+    # bounded where exp has no fp64; nothing is named that would be kept beside the next term
+    stay = others[..., None] - (others[..., None] / tau + log_s).clamp(max=BOUND).exp()
+    return stay.logsumexp(1).sum(0)
 
 
 def certain(kept: Tensor, others: Tensor, at: Tensor, rest: Tensor) -> Tensor:

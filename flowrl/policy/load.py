@@ -243,6 +243,7 @@ def _check_fresh(
             f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
             " returns"
         )
+    # what is not a pipeline at all, or one that is never taken
     if said := amused.beyond(type(pipe).__name__):
         raise ValueError(said)
     if hasattr(pipe, "init_pipeline"):

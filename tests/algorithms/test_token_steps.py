@@ -283,7 +283,8 @@ def test_lora_and_the_order_by_confidence_train(tmp_path):
         assert it.metrics.get("policy/ratio_error", 0) < 1e-5
 
 
-def test_the_text_example_runs_and_checks_answers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ("trace_rl", "diffu_grpo"))
+def test_the_text_example_runs_and_checks_answers(method, tmp_path, monkeypatch):
     """scripts/examples/arithmetic.py with hardly any training: two digits, sums without carries."""
     file = Path(__file__).parents[2] / "scripts/examples/arithmetic.py"
     spec = importlib.util.spec_from_file_location("arithmetic_example", file)
@@ -296,9 +297,10 @@ def test_the_text_example_runs_and_checks_answers(tmp_path, monkeypatch):
     assert 0.15 < len(example.HELD_OUT) / len(pairs) < 0.25
     given = example.settings
 
-    def short(seed, output):
+    def short(seed, output, method):
+        full = given(seed, output, method)
         few = {"batch": {"prompts": 4, "group": 8, "updates": 1}, "iterations": 1}
-        return given(seed, output) | few | {"eval": given(seed, output)["eval"] | {"images": 8}}
+        return full | few | {"eval": full["eval"] | {"images": 8}}
 
     @flowrl.reward(scale="share of the right digits")
     def digits(media, prompts, context=None):
@@ -307,5 +309,6 @@ def test_the_text_example_runs_and_checks_answers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(example, "settings", short)
     monkeypatch.setattr(example, "correct", digits)  # an untrained net is never all right
-    before, after = example.align(0, tmp_path / "run", example.pretrained(0, updates=2))
+    network = example.pretrained(0, updates=2)
+    before, after = example.align(0, tmp_path / "run", network, method)
     assert 0 <= before <= 1 and 0 <= after <= 1
