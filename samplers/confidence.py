@@ -10,7 +10,7 @@ Gumbel noise. For tau > 0 that is sampling without replacement with weights w_i 
 where s is the time at which the last place of K arrives and F the chance that no other has. The
 integrand vanishes at both ends, so that trapezoids in log s are exact to rounding. For tau = 0, S
 is prod over j of P(p_j(v) < the least confidence that was kept), which is Mask-GRPO's first
-candidate; that bound is a constant to the gradient.
+candidate; that bound is a constant to the gradient. Of equal confidences the first place is kept.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flowrl.samplers.common.unmasking import Unmasking, parts
 BELOW, ABOVE = 24.0, 4.0
 BOUND = 700.0  # exp of it is still a number in fp64
 WIDTH = 0.25  # a trapezoid is as wide, in log s
+AT_ONCE = 2**23  # most numbers of a term, 64 MiB
 
 
 class Confidence(Unmasking):
@@ -43,16 +44,14 @@ class Confidence(Unmasking):
         kept, token = self.revealed(y), self.tokens(y)
         stay = self.masked & ~kept
         out = []
-        # a row at a time, and recomputed in the backward: a row is (places, V, points) large
         for i, tau in enumerate(self.level.tolist()):
             if not bool(stay[i].any()):  # the step reveals all: there is one choice
                 out.append(token.new_zeros(()))
                 continue
             row = (token[i][kept[i]].double(), self.log_p[i][stay[i]].double())
             if tau == 0:
-                out.append(certain(*row).to(token))
-            elif torch.is_grad_enabled():
-                out.append(checkpoint(chosen, *row, tau, use_reentrant=False).to(token))
+                places = (torch.nonzero(own[i]).flatten() for own in (kept, stay))
+                out.append(certain(*row, *places).to(token))
             else:
                 out.append(chosen(*row, tau).to(token))
         return torch.stack(out)
@@ -64,15 +63,15 @@ def chosen(kept: Tensor, others: Tensor, tau: float) -> Tensor:
     kept: (k,) fp64 log-probabilities of the tokens that were kept; others: (j, V) fp64 of all
     tokens at the places that stay masked.
     """
-    log_w, rest = kept / tau, others / tau  # log-rates
+    log_w = kept / tau  # log-rates
     with torch.no_grad():
-        low = -torch.maximum(rest.amax(-1).logsumexp(0), log_w.max()) - BELOW
+        low = -torch.maximum((others.amax(-1) / tau).logsumexp(0), log_w.max()) - BELOW
         high = -log_w.min() + ABOVE
         points = int((high - low) / WIDTH) + 2
         log_s = low + (high - low) * torch.linspace(0, 1, points, dtype=low.dtype).to(low)  # (Q,)
-    # log F(s), each factor summed over tokens in log space; bounded where exp has no fp64
-    stay = others[..., None] - (rest[..., None] + log_s).clamp(max=BOUND).exp()  # (j, V, Q)
-    log_F = stay.logsumexp(1).sum(0)
+    # log F(s): some places at a time, recomputed in the backward, since all are (j, V, Q) large
+    some = others.split(max(1, AT_ONCE // (others.shape[1] * points)))
+    log_F = sum(checkpoint(staying, part, log_s, tau, use_reentrant=False) for part in some)
     # log G(s), and log of d log G / d log s = sum of r / (exp(r) - 1), r = w s
     log_r = (log_w[:, None] + log_s).clamp(-BOUND, BOUND)  # (k, Q)
     r = log_r.exp()
@@ -81,11 +80,22 @@ def chosen(kept: Tensor, others: Tensor, tau: float) -> Tensor:
     return (log_F + each.sum(0) + slope).logsumexp(0) + torch.log((high - low) / (points - 1))
 
 
-def certain(kept: Tensor, others: Tensor) -> Tensor:
-    """log S () of a choice without noise, see `chosen`; -inf where it is impossible."""
+def staying(others: Tensor, log_s: Tensor, tau: float) -> Tensor:
+    """The part of log F(s) (Q,) of some places (j, V), summed over tokens in log space."""
+    # bounded where exp has no fp64; nothing is named that would be kept beside the next term
+    stay = others[..., None] - (others[..., None] / tau + log_s).clamp(max=BOUND).exp()
+    return stay.logsumexp(1).sum(0)
+
+
+def certain(kept: Tensor, others: Tensor, at: Tensor, rest: Tensor) -> Tensor:
+    """log S () of a choice without noise, see `chosen`; -inf where it is impossible.
+
+    at: (k,) the places that were kept; rest: (j,) those that stay masked.
+    """
     least = kept.detach().min()
-    below = torch.where(others < least, others, -torch.inf)
-    return below.logsumexp(-1).sum()
+    after = rest > at[kept == least].max()  # there an equal confidence is not kept
+    below = (others < least) | (others == least) & after[:, None]
+    return torch.where(below, others, -torch.inf).logsumexp(-1).sum()
 
 
 def transition(

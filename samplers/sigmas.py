@@ -48,7 +48,7 @@ def unmasking(places: int, steps: int, how: str = "cosine") -> Tensor:
     left[-1] = 0
     if steps < 1 or min(a - b for a, b in zip(left, left[1:], strict=False)) < 1:
         raise ValueError(
-            f"sampler.steps={steps} would have steps that unmask nothing of {places} tokens; use 1"
+            f"steps={steps} would have steps that unmask nothing of {places} tokens; use 1"
             f" to {places}"
         )
     return torch.tensor(left, dtype=torch.float64) / places

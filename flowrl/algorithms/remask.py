@@ -16,7 +16,7 @@ Each has a page in docs/algorithms, which says how it differs from its paper and
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flowrl.algorithms.common import base
 from flowrl.algorithms.common.forward import has_signal
-from flowrl.runtime.rule import read_when
+from flowrl.runtime.rule import Rule, read_when
 from flowrl.samplers import keys, random_order
 from flowrl.samplers import plan as plans
 from flowrl.samplers.common.unmasking import MASK, Unmasking
@@ -57,6 +57,18 @@ class RemaskConfig(base.Credit, base.Anchor):
         description=(
             "The ratio of a token is clipped to 1 - first .. 1 + second; none: there is no ratio,"
             " and the loss is the masked cross-entropy times the advantage."
+        ),
+    )
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            ("algorithm.mask", "algorithm.draws"),
+            "{0} masks the same tokens in each of {1}; use draws=1, or mask=ramp or cosine",
+            when=lambda mask, draws: mask == "all" and draws > 1,
+        ),
+        Rule(
+            ("algorithm.mask", "algorithm.draws"),
+            "{0} with {1} masks all tokens, whatever mask_from says; use more draws, or mask=all",
+            when=lambda mask, draws: mask == "ramp" and draws == 1,
         ),
     )
 

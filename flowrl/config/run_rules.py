@@ -287,8 +287,14 @@ def _unmasked(trains: bool, model: bool | None, name: str) -> str:
 
 
 def has_tokens(source: str) -> bool | None:
-    """Whether a model is a masked generator, by the class of pipeline that its folder's index or
-    configs/architecture names; None: only loading tells."""
+    """Whether a model is a masked generator, by its class of pipeline; None: only loading tells."""
+    name = pipeline_of(source)
+    return None if name is None else name == "AmusedPipeline"
+
+
+def pipeline_of(source: str) -> str | None:
+    """The class of pipeline that a model's folder's index or configs/architecture names; None: only
+    loading tells."""
     if registry.is_outside("flowrl.models", source) or registry.is_live(source):
         return None
     try:
@@ -303,7 +309,7 @@ def has_tokens(source: str) -> bool | None:
         every = [file.read_text(encoding="utf-8") for file in known]
         texts = [text for text in every if f"\nsource: {name}\n" in f"\n{text}"]
     classes = [re.search(r'^(?:pipeline:|\s*"_class_name":) "?(\w+)', t, re.M) for t in texts]
-    return next((found[1].startswith("Amused") for found in classes if found), None)
+    return next((found[1] for found in classes if found), None)
 
 
 def _few_images(images: int, held_out: Sequence[Mapping[str, Any]], field: str) -> str:
@@ -523,6 +529,21 @@ RULES = (
     Rule(("prompts", "held_out"), _shared, kind="warn"),
     Rule(("eval.images", "held_out", "data.domain"), _few_images, kind="warn"),
     # rules on the policy and the plan
+    Rule(
+        ("model.source",),
+        lambda source: str(excerpt.part("flowrl.policy.amused", "beyond")(pipeline_of(source))),
+    ),
+    *(
+        Rule(
+            (f"{section}.steps", "policy.unmasks", "policy.latent_shape", "held_out"),
+            "{0} would have steps that unmask nothing of {policy.latent_shape} tokens; use at most"
+            " one step a token",
+            when=lambda steps, unmasks, shape, held, used=section == "sampler": (
+                unmasks and steps > math.prod(shape) and (used or held)
+            ),
+        )
+        for section in ("sampler", "eval")
+    ),
     Rule(("method.unmasks", "policy.unmasks", "algorithm.label"), _unmasked),
     Rule(
         ("method.unmasks", "model.source", "algorithm.label"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flowrl.policy.tokens import TokenPolicy
 
 CLASS = "AmusedPipeline"
+OTHERS = ("AmusedImg2ImgPipeline", "AmusedInpaintPipeline", "LLaDA2Pipeline")
 CALL = {"height": None, "width": None, "guidance_scale": 10.0, "negative_prompt": ""}
 AESTHETIC = 6  # the score that the pipeline asks for, of 10
 
@@ -49,7 +50,19 @@ def amused_policy(pipe: Any, lora: Any, call: Mapping[str, Any]) -> TokenPolicy:
         how = {"padding": "max_length", "truncation": True, "max_length": tok.model_max_length}
         return read(encoder, tok(texts, return_tensors="pt", **how).input_ids.to(encoder.device))
 
-    return TokenPolicy(**arguments(pipe, call), cond=cond, lora=lora)
+    own = TokenPolicy(**arguments(pipe, call), cond=cond, lora=lora)
+    own.masking = pipe.scheduler.config.masking_schedule
+    return own
+
+
+def beyond(name: str | None) -> str:
+    """The sentence of another pipeline of diffusers that makes tokens; "" of all others."""
+    if name not in OTHERS:
+        return ""
+    return (
+        f"{name} makes tokens, and of such pipelines {CLASS} alone becomes a policy; wrap its"
+        " network in a module f(tokens, cond) -> logits (docs/masked.md)"
+    )
 
 
 def read(encoder: Any, ids: Tensor) -> Tensor:
@@ -76,6 +89,8 @@ def arguments(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
         )
     shape = (height // scale, width // scale)
     channels = pipe.vqvae.config.latent_channels
+    if pipe.vqvae.dtype == torch.float16 and pipe.vqvae.config.force_upcast:
+        pipe.vqvae.float()  # as the pipeline does before it decodes
 
     def decode(tokens: Tensor) -> Tensor:
         """(n, h, w) int64 -> pictures (n, 3, H, W) in [0, 1]."""
@@ -89,7 +104,7 @@ def arguments(pipe: Any, call: Mapping[str, Any]) -> dict[str, Any]:
         "mask": pipe.scheduler.config.mask_token_id,
         "decode": decode,
         "empty": call["negative_prompt"],
-        "scale": call["guidance_scale"],
+        "scale": max(call["guidance_scale"], 1.0),  # up to 1 the pipeline does not guide
     }
 
 

@@ -15,8 +15,8 @@ from flowrl.policy.check import SelfCheck, relative
 from flowrl.policy.replay.arguments import Cond
 
 MEANING = {
-    "repeat": "velocities of two equal calls",
-    "rows": "the velocity of a row alone, against the same row in a batch",
+    "repeat": "two equal calls",
+    "rows": "a row alone, against the same row in a batch",
     "mixed": "rows at different sigmas in one call, against one call a sigma",
     "decode": "media of a row alone, against the same row in a batch",
 }
@@ -24,7 +24,7 @@ LIKELY = {
     "repeat": "it draws random numbers, or remembers calls; call module.eval() if it has dropout",
     "rows": "a row may depend on nothing but itself, not on statistics of its batch",
     "mixed": "t has one sigma for each row: t (n,), not t[0]",
-    "decode": "a sample may depend on nothing but its own latents",
+    "decode": "a sample may depend on nothing but itself",
 }
 Moduled = Any  # type of a ModulePolicy, whose file imports this one
 PROMPTS = ("a", "b")  # prompts that are used if the caller gives none
@@ -81,7 +81,7 @@ def _compared(
 ) -> tuple[dict[str, float], float]:
     """Return (errors, relative change when prompts are swapped)."""
     whole = policy.velocity(x, sigmas, cond, rows)
-    _check_finite(whole, sigmas, policy.coords.prediction)
+    _check_finite(whole, sigmas, "tokens" if policy.unmasks else policy.coords.prediction)
     again = policy.velocity(x, sigmas, cond, rows)
     middle = float(sigmas[1])
     batch = policy.velocity(x, middle, cond, rows)
@@ -113,6 +113,11 @@ def _check_finite(v: Tensor, sigmas: Tensor, kind: str) -> None:
     """ValueError at the first sigma with a velocity that is not finite."""
     for sigma, own in zip(sigmas.tolist(), v, strict=True):
         if not bool(own.isfinite().all()):
+            if kind == "tokens":
+                raise ValueError(
+                    "the logits of a grid of which a third is masked are not finite: give a token"
+                    " that may not be drawn -1e4 in place of -inf, whose differences have no value"
+                )
             why = "t runs from 1, noise, to 0, data"
             if kind == "epsilon":
                 why = "(eps - x) / (1 - sigma) has no value at 1, so predict the flow or x0"

@@ -138,6 +138,11 @@ def _of_module(
     """Make the policy of a module of flows, or with kind="tokens" of a masked generator."""
     kind = described.pop("kind") or "flow"
     if kind == TOKENS:
+        if isinstance(module, PreTrainedModel) and described["cond"] is not None:
+            raise ValueError(
+                f"{type(module).__name__} takes an attention mask where cond would be given; wrap"
+                " it in a module f(tokens, cond) -> logits, as docs/masked.md does for BERT"
+            )
         return TokenPolicy(module, lora=lora, **described, **tokens)
     if given := [name for name, value in tokens.items() if value is not None]:
         raise ValueError(
@@ -238,6 +243,9 @@ def _check_fresh(
             f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
             " returns"
         )
+    # what is not a pipeline at all, or one that is never taken
+    if said := amused.beyond(type(pipe).__name__):
+        raise ValueError(said)
     if hasattr(pipe, "init_pipeline"):
         raise ValueError(
             f"{type(pipe).__name__} is blocks without components; give the pipeline that"

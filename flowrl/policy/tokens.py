@@ -27,10 +27,11 @@ class TokenGrids(Policy):
 
     state_dtype = torch.int32
     unmasks = True
+    masking = "cosine"  # how the share of masked places falls, see sigmas.unmasking
 
     def schedule(self, steps: int) -> Schedule:
-        """Return the shares of masked places of the cosine schedule; the model reads no time."""
-        found = sigmas.unmasking(torch.Size(self.latent_shape).numel(), steps)
+        """Return the shares of masked places; the model reads no time."""
+        found = sigmas.unmasking(torch.Size(self.latent_shape).numel(), steps, self.masking)
         return Schedule(sigmas=found, times=found[:-1])
 
     def noise(self, names: Tensor) -> Tensor:
@@ -50,8 +51,9 @@ class TokenGrids(Policy):
 
 
 class TokenPolicy(TokenGrids, ModulePolicy):
-    """f(tokens (n, *L) int64, cond (n, ...)) -> logits (n, *L, V): tokens are drawn by them where
-    places are masked. Here sigma is the share of masked places, and `velocity` gives the logits.
+    """f(tokens (n, *L) int64, cond (n, ...)) -> logits (n, *L, V), or a record with `logits`:
+    tokens are drawn by them where places are masked. Here sigma is the share of masked places, and
+    `velocity` gives the logits.
 
     mask: the number by which f is told of a masked place, in its vocabulary or V itself. cond,
     decode: see ModulePolicy; decode gets tokens int64, and without it media are the tokens as fp32.
@@ -143,12 +145,15 @@ class TokenPolicy(TokenGrids, ModulePolicy):
         module = self.modules["module"]
         name = type(module).__name__
         try:
-            logits = module(*own((x, cond)))
+            made = module(*own((x, cond)))
         except IndexError as error:
+            if not _runs(module, x.where(x != self.mask, 0), cond):
+                raise  # whatever it is, it is not the mask token
             raise ValueError(
                 f"{name} failed on a grid with the mask token {self.mask} ({error}); its embedding"
                 " should have a row for it: give the right number as mask, where the policy is made"
             ) from error
+        logits = getattr(made, "logits", made)  # transformers' models return records
         if not isinstance(logits, Tensor) or logits.shape[:-1] != x.shape:
             is_tensor = isinstance(logits, Tensor)
             got = tuple(logits.shape) if is_tensor else f"a {type(logits).__name__}"
@@ -174,6 +179,15 @@ class TokenPolicy(TokenGrids, ModulePolicy):
             "a masked generator has no way from media back to tokens here, so media from files"
             " cannot be trained on; leave them out"
         )
+
+
+def _runs(module: nn.Module, *given: Any) -> bool:
+    """Whether a call raises no IndexError."""
+    try:
+        module(*own(given))
+    except IndexError:
+        return False
+    return True
 
 
 def _generator() -> torch.Generator:

@@ -98,12 +98,12 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         split=bool(cfg.train.shard) and world.size > 1,
         main=world.main,
     )
+    facts.learn(policy=policy)
     held = held_out + validation.prompts
     shown = [*prompts, *held, *anchored.prompts]
     prepare_policy(cfg, algorithm, policy, rewards, shown)
-    # check that the method fits its plan, its guidance, its rewards and its media
-    setup = set_up(cfg, algorithm, policy)
-    facts.learn(plan=setup.plan, policy=policy)
+    setup = set_up(cfg, algorithm, policy)  # the method fits plan, guidance, rewards and media
+    facts.learn(plan=setup.plan)
     masks, media = facts["masks"], [*facts["files"], *anchored.paths, *validation.paths]
     from_files.check(policy, media, cfg.data.crop)
     warn(cfg, policy, facts.warnings(), shown)

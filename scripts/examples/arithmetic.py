@@ -1,16 +1,17 @@
 """A masked language model that learns to add: tokens of text, and a reward that checks the answer.
 
-    python scripts/examples/arithmetic.py [SEED ...]
+    python scripts/examples/arithmetic.py [SEED ...] [--method diffu_grpo]
 
 A prompt is "31+45=", a sum without carries, and the answer is two digits, "76", which a BERT-like
 network fills in random order. It is pretrained on answers of which three in five are wrong, so
-that it knows sums but is seldom right. The reward checks the answer. Neither pretraining
-nor alignment sees a fifth of the sums, on which the printed shares of right answers are measured.
+that it knows sums but is seldom right. The reward checks the answer; trace_rl, or diffu_grpo (d1),
+trains it. Neither pretraining nor alignment sees a fifth of the sums, on which the printed shares
+of right answers are measured.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -103,9 +104,15 @@ def policy(seed: int = 0) -> flowrl.Policy:
     )
 
 
-def settings(seed: int, output: Path) -> dict:
+METHODS = {
+    "trace_rl": {"name": "grpo", "sde": "random_order", "ratio": "token", "clip": [0.2, 0.2]},
+    "diffu_grpo": {"name": "remask", "mask": "all", "clip": [0.5, 0.5], "std": None},
+}
+
+
+def settings(seed: int, output: Path, method: str = "trace_rl") -> dict:
     return {
-        "algorithm": {"name": "grpo", "sde": "random_order", "ratio": "token", "clip": [0.2, 0.2]},
+        "algorithm": METHODS[method],
         "batch": {"prompts": 32, "group": 8, "updates": 1, "micro": 512},
         "sampler": {"steps": 2, "eta": 1.0, "guidance": "none", "init_noise": "group"},
         "eval": {"every": 0, "images": 512, "steps": 2, "guidance": "none"},
@@ -119,7 +126,9 @@ def settings(seed: int, output: Path) -> dict:
     }
 
 
-def align(seed: int, output: Path, module: nn.Module | None = None) -> tuple[float, float]:
+def align(
+    seed: int, output: Path, module: nn.Module | None = None, method: str = "trace_rl"
+) -> tuple[float, float]:
     """Share of right answers to held-out sums before and after alignment."""
     own = flowrl.load_policy(
         module or pretrained(seed), shape=(ANSWER,), kind="tokens", mask=MASK, cond=cond
@@ -131,19 +140,26 @@ def align(seed: int, output: Path, module: nn.Module | None = None) -> tuple[flo
         "eval": [text(*pair) for pair in pairs if pair in HELD_OUT][:512],
     }
     run = flowrl.train(
-        settings(seed, output), policy=own, rewards={"correct": correct}, prompts=prompts
+        settings(seed, output, method),
+        policy=own,
+        rewards={"correct": correct},
+        prompts=prompts,
     )
     shares = [row["metrics"]["correct"]["mean"] for row in run.evaluation["rows"]]
     return shares[0], shares[-1]
 
 
 if __name__ == "__main__":
-    for seed in [int(word) for word in sys.argv[1:]] or [0]:
+    asked = argparse.ArgumentParser()
+    asked.add_argument("seeds", nargs="*", type=int, default=[0])
+    asked.add_argument("--method", choices=METHODS, default="trace_rl")
+    words = asked.parse_args()
+    for seed in words.seeds:
         began = time.perf_counter()
         network = pretrained(seed)
         middle = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            before, after = align(seed, Path(folder) / "run", network)
+            before, after = align(seed, Path(folder) / "run", network, words.method)
         end = time.perf_counter()
         print(
             f"seed {seed}: pretrained in {middle - began:.0f} s, {before:.3f} right;"

@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import long
 import masked
 import pytest
 import small
@@ -150,6 +151,7 @@ def settings(output, **changes):
     }
 
 
+TRAINED = {"rewards": masked.counted, "prompts": {"train": masked.PROMPTS}}
 LIVE = {"rewards": masked.counted, "prompts": {"train": masked.PROMPTS, "eval": masked.PROMPTS}}
 
 
@@ -182,6 +184,16 @@ def test_methods_on_tokens_refuse_flows(tmp_path):
         )
 
 
+@pytest.mark.parametrize("section", ("sampler", "eval"))
+def test_more_steps_than_tokens_are_refused_at_the_start_by_their_own_name(section, tmp_path):
+    given = settings(tmp_path / "run")
+    given[section] = given[section] | {"steps": 17}
+    with pytest.raises(ConfigError, match=rf"^{section}.steps=17 .* of \(4, 4\) tokens; use at"):
+        Trainer(given, policy=masked.policy(), **LIVE)
+    if section == "eval":  # nothing reads it where there are no prompts of evaluations
+        Trainer(given | {"data": {"eval": None}}, policy=masked.policy(), **TRAINED)
+
+
 # ------------------------------------------------------------- runs
 
 
@@ -195,16 +207,56 @@ def test_a_run_learns_is_resumed_to_the_bit_and_is_evaluated(tmp_path):
     # three prompts: the first grid once each, then three steps of four samples
     assert first["nfe/rollout"] == 3 * (1 + 3 * 4)
     assert (whole.path / "report.html").is_file()
-    trainer = Trainer(settings(tmp_path / "part", iterations=12), **live())
+    resumed(tmp_path, 7, lambda: settings(tmp_path / "part", iterations=12), live)
+    assert small.lines(tmp_path / "part")[-1]["iteration"] == 12
+
+
+def resumed(tmp_path, after, config, live):
+    """Train a run in the folder "part", which ends after an iteration and is resumed; its numbers
+    are those of the run in "whole"."""
+    trainer = Trainer(config(), **live())
     for it in trainer:
-        if it.number == 7:
+        if it.number == after:
             trainer.save()
             break
     del trainer
     for _ in Trainer(resume=tmp_path / "part", **live()):
         pass
-    assert small.lines(tmp_path / "part")[-1]["iteration"] == 12
     assert small.numbers(tmp_path / "whole") == small.numbers(tmp_path / "part")
+    whole, part = (small.weights(tmp_path / name) for name in ("whole", "part"))
+    assert whole.keys() == part.keys() and all(torch.equal(whole[k], part[k]) for k in whole)
+
+
+def test_lora_by_confidence_resumes_to_the_bit(tmp_path):
+    lora = {"rank": 2, "alpha": 4}
+    changes = {
+        "algorithm": TOKENS | {"sde": "confidence", "ratio": "ppo", "kl_weight": 0.01},
+        "sampler": {"steps": 4, "eta": 2.0, "guidance": 2.0},
+        "train": {"mode": "lora", "lora": lora},
+        "data": {"eval": None},
+    }
+
+    def live():
+        return LIVE | {"policy": masked.policy(lora=lora), "prompts": {"train": masked.PROMPTS}}
+
+    for it in Trainer(settings(tmp_path / "whole", **changes), **live()):
+        assert it.metrics["policy/rows"] > 0
+    resumed(tmp_path, 2, lambda: settings(tmp_path / "part", **changes), live)
+
+
+@long.mark
+@pytest.mark.parametrize("method", ("trace_rl", "unigrpo"))
+def test_amused_resumes_to_the_bit(method, tmp_path, monkeypatch):
+    monkeypatch.setitem(small.ALGORITHMS, method, {})
+    few = {"iterations": "3", "batch__group": "4", "sampler__steps": "4", "data__eval": "null"}
+    few |= {"eval__at_start": "false", "guard__check_rewards": "false"}
+
+    def config(name):
+        return small.config(tmp_path / name, method, model="shapes-masked", **few)
+
+    for it in Trainer(config("whole")):
+        assert it.metrics["policy/rows"] > 0
+    resumed(tmp_path, 1, lambda: config("part"), dict)
 
 
 def test_steps_scored_together_train(tmp_path):
@@ -231,7 +283,8 @@ def test_lora_and_the_order_by_confidence_train(tmp_path):
         assert it.metrics.get("policy/ratio_error", 0) < 1e-5
 
 
-def test_the_text_example_runs_and_checks_answers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ("trace_rl", "diffu_grpo"))
+def test_the_text_example_runs_and_checks_answers(method, tmp_path, monkeypatch):
     """scripts/examples/arithmetic.py with hardly any training: two digits, sums without carries."""
     file = Path(__file__).parents[2] / "scripts/examples/arithmetic.py"
     spec = importlib.util.spec_from_file_location("arithmetic_example", file)
@@ -244,9 +297,10 @@ def test_the_text_example_runs_and_checks_answers(tmp_path, monkeypatch):
     assert 0.15 < len(example.HELD_OUT) / len(pairs) < 0.25
     given = example.settings
 
-    def short(seed, output):
+    def short(seed, output, method):
+        full = given(seed, output, method)
         few = {"batch": {"prompts": 4, "group": 8, "updates": 1}, "iterations": 1}
-        return given(seed, output) | few | {"eval": given(seed, output)["eval"] | {"images": 8}}
+        return full | few | {"eval": full["eval"] | {"images": 8}}
 
     @flowrl.reward(scale="share of the right digits")
     def digits(media, prompts, context=None):
@@ -255,5 +309,6 @@ def test_the_text_example_runs_and_checks_answers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(example, "settings", short)
     monkeypatch.setattr(example, "correct", digits)  # an untrained net is never all right
-    before, after = example.align(0, tmp_path / "run", example.pretrained(0, updates=2))
+    network = example.pretrained(0, updates=2)
+    before, after = example.align(0, tmp_path / "run", network, method)
     assert 0 <= before <= 1 and 0 <= after <= 1

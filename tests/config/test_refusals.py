@@ -127,6 +127,11 @@ FURTHER = [  # of a start: over words, and over what they name
     ),
     (f"{TOKENS} algorithm.shrink=2 algorithm.credit=td", "shrink=2 scores steps together that cre"),
     (f"{TOKENS} algorithm.shrink=2 algorithm.timestep_fraction=0.5", "use credit=leaf and timeste"),
+    (
+        "algorithm=diffu_grpo algorithm.draws=2",
+        "all masks the same tokens in each of alg",
+    ),
+    ("algorithm=unigrpo algorithm.draws=1", "algorithm.draws=1 masks all tokens, whatever mask_"),
     # what is trained
     ("algorithm=dsrl train.parts=[denoiser]", "trains initial_noise, which train.parts"),
     ("algorithm=dsrl train.parts=[denoiser,initial_noise]", "leaves the network as it is"),
@@ -253,6 +258,12 @@ def test_a_folder_of_a_masked_generator_is_refused_for_methods_of_flows(method, 
     assert sorted(named) == methods_by_kind.on_tokens()
     fits = named[0]
     assert refusal(f"algorithm={fits} model={tmp_path} data=ocr") == ""
+
+
+def test_a_pipeline_that_changes_a_picture_is_refused_by_its_own_name(tmp_path):
+    (tmp_path / "model_index.json").write_text('{\n"_class_name": "AmusedInpaintPipeline"\n}')
+    said = refusal(f"algorithm=trace_rl model={tmp_path} data=ocr")
+    assert said.startswith("AmusedInpaintPipeline makes tokens, and of such pipelines AmusedPipel")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,28 @@ class TokenNet(nn.Module):
         return self.out(h.tanh()).unflatten(1, PLACES)
 
 
+class Table(nn.Module):
+    """Two places of two values, whose probabilities the tests know by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.rest = nn.Parameter(torch.zeros(1))
+
+    def forward(self, tokens, cond):
+        """tokens (n, 2), 2 where masked -> logits (n, 2, 2)."""
+        first = torch.tensor([[0.7, 0.3], [0.6, 0.4]]).expand(len(tokens), 2, 2).clone()
+        after_0 = torch.tensor([[0.9, 0.1], [0.2, 0.8]])  # of place 1
+        after_1 = torch.tensor([[0.8, 0.2], [0.1, 0.9]])  # of place 0
+        known_0, known_1 = tokens[:, 0] < 2, tokens[:, 1] < 2
+        first[known_0, 1] = after_0[tokens[known_0, 0]]
+        first[known_1, 0] = after_1[tokens[known_1, 1]]
+        return first.log() + self.rest
+
+
+def table():
+    return flowrl.load_policy(Table(), shape=(2,), kind="tokens", mask=2)
+
+
 def texts():
     """The prompts of runs whose config names this file."""
     return PROMPTS

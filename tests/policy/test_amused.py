@@ -1,7 +1,10 @@
 """aMUSEd's pipeline as a policy: its logits, its pictures, what it refuses, and that it trains."""
 
+from importlib.resources import files
+
 import pytest
 import torch
+from diffusers import AmusedImg2ImgPipeline, AmusedInpaintPipeline, LLaDA2Pipeline
 
 import flowrl
 from flowrl.policy.load import resolve_source
@@ -13,8 +16,6 @@ PROMPTS = ["a red circle", "two blue squares"]
 @pytest.fixture(scope="module")
 def called():
     """(policy, what the pipeline's own call gave its scheduler, its tokens, its pictures)."""
-    from importlib.resources import files
-
     from diffusers import DiffusionPipeline
 
     folder = str(files("flowrl.shapes") / "masked")
@@ -62,6 +63,28 @@ def test_pictures_are_those_of_the_pipeline(called):
         made = own.decode(drawn)
     assert made.shape == (2, 3, 64, 64) and made.dtype == torch.float32
     torch.testing.assert_close(made, pictures, atol=1e-5, rtol=0)
+
+
+def test_what_the_parts_say_of_schedule_and_type_holds():
+    """The scheduler's own shares of masked places; and a VQ autoencoder that fp16 is too narrow
+    for."""
+    from diffusers import AmusedPipeline
+
+    folder = str(files("flowrl.shapes") / "masked")
+    pipe = AmusedPipeline.from_pretrained(folder, torch_dtype=torch.float16)
+    pipe.scheduler.register_to_config(masking_schedule="linear")
+    pipe.vqvae.register_to_config(force_upcast=True)
+    own = flowrl.load_policy(pipe, lora={"rank": 2}, guidance_scale=0.5)
+    assert own.schedule(4).sigmas.tolist() == [1, 0.75, 0.5, 0.25, 0]
+    assert pipe.vqvae.dtype == torch.float32 and pipe.transformer.dtype == torch.float16
+    assert own.branches("pipeline") == 1  # the pipeline guides above 1 alone
+
+
+@pytest.mark.parametrize("cls", (AmusedImg2ImgPipeline, AmusedInpaintPipeline, LLaDA2Pipeline))
+def test_other_pipelines_of_tokens_are_refused(cls):
+    pipe = object.__new__(cls)  # its class is looked at first
+    with pytest.raises(ValueError, match=f"{cls.__name__} makes tokens, and of such pipelines"):
+        flowrl.load_policy(pipe)
 
 
 def test_the_self_check_passes_and_two_prompts_differ(called):

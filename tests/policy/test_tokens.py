@@ -4,6 +4,7 @@ import masked
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig, BertForMaskedLM
 
 import flowrl
 from flowrl.rollouts.generation import path_of
@@ -111,6 +112,47 @@ def test_a_mask_token_inside_the_vocabulary_is_never_drawn():
     assert own.describe().startswith("logits = Text(tokens (n, 6), masked where 4, None)")
 
 
+def bert(vocabulary=20):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=vocabulary, intermediate_size=16, **sizes)
+    return BertForMaskedLM(config).eval()
+
+
+class Bert(nn.Module):
+    """As in docs/masked.md: the prompt's tokens stand before those of the answer."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, cond):
+        return self.model(torch.cat([cond, tokens], 1)).logits[:, cond.shape[1] :]
+
+
+def test_a_masked_language_model_of_transformers_is_a_policy():
+    """As it is without prompts, and in a module that puts the prompt before the tokens."""
+    model = bert()
+    own = flowrl.load_policy(model, shape=(6,), kind="tokens", mask=3)
+    own.self_check()
+    states = torch.tensor([[5, MASK, 7, MASK, 9, 9]])
+    logits = own.velocity(states, 0.5, own.encode(["any"]), torch.zeros(1, dtype=torch.int64))
+    alone = model(torch.where(states == MASK, 3, states)).logits
+    other = torch.arange(20) != 3
+    torch.testing.assert_close(logits[..., other], alone[..., other])
+
+    def cond(texts):
+        return torch.tensor([[ord(c) % 20 for c in f"{text:4}"] for text in texts])
+
+    described = {"shape": (6,), "kind": "tokens", "mask": 3, "cond": cond}
+    with pytest.raises(ValueError, match="an attention mask where cond would be given; wrap it"):
+        flowrl.load_policy(model, **described)
+    own = flowrl.load_policy(Bert(model), **described, lora={"rank": 2, "targets": ["query"]})
+    assert own.self_check(["2+2=", "3+1="]).wrong_rows > 0
+    tokens = flowrl.generate(own, ["2+2="] * 8, steps=6, guidance="none")
+    assert tokens.shape == (8, 6) and not bool((tokens == 3).any())
+
+
 def test_samples_depend_on_their_seed_and_on_no_batch_mates():
     own = masked.policy()
     options = {"steps": 4, "guidance": "none"}
@@ -125,22 +167,7 @@ def test_samples_depend_on_their_seed_and_on_no_batch_mates():
 
 def test_the_law_of_samples_is_that_of_the_exact_enumeration():
     """Two tokens of two values: the golden numbers of test_unmasking.py, through the engine."""
-
-    class Table(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rest = nn.Parameter(torch.zeros(1))
-
-        def forward(self, tokens, cond):
-            first = torch.tensor([[0.7, 0.3], [0.6, 0.4]]).expand(len(tokens), 2, 2).clone()
-            after_0 = torch.tensor([[0.9, 0.1], [0.2, 0.8]])  # of place 1
-            after_1 = torch.tensor([[0.8, 0.2], [0.1, 0.9]])  # of place 0
-            known_0, known_1 = tokens[:, 0] < 2, tokens[:, 1] < 2
-            first[known_0, 1] = after_0[tokens[known_0, 0]]
-            first[known_1, 0] = after_1[tokens[known_1, 1]]
-            return first.log() + self.rest
-
-    own = flowrl.load_policy(Table(), shape=(2,), kind="tokens", mask=2)
+    own = masked.table()
     draws = 20_000
     rows = torch.zeros(draws, dtype=torch.int64)
     cond = own.encode(["any"])
@@ -182,6 +209,16 @@ def test_a_mask_token_without_an_embedding_is_named():
         own.self_check()
 
 
+def test_another_error_of_an_index_is_not_blamed_on_the_mask_token():
+    class Short(Text):
+        def forward(self, tokens, cond):
+            return super().forward(tokens, cond)[:, [7]]
+
+    own = flowrl.load_policy(Short(), shape=(6,), kind="tokens", mask=4)
+    with pytest.raises(IndexError, match="index 7 is out of bounds"):
+        own.self_check()
+
+
 def test_a_net_of_other_shapes_is_named():
     class Flat(Text):
         def forward(self, tokens, cond):
@@ -189,6 +226,17 @@ def test_a_net_of_other_shapes_is_named():
 
     own = flowrl.load_policy(Flat(), shape=(6,), kind="tokens", mask=4)
     with pytest.raises(ValueError, match=r"Flat made \(1, 6\) of tokens .* axis of the vocabulary"):
+        own.self_check()
+
+
+@pytest.mark.parametrize("value", (float("nan"), -float("inf")))
+def test_logits_that_are_not_finite_are_named(value):
+    class Odd(Text):
+        def forward(self, tokens, cond):
+            return super().forward(tokens, cond).masked_fill(torch.arange(9) == 2, value)
+
+    own = flowrl.load_policy(Odd(), shape=(6,), kind="tokens", mask=4)
+    with pytest.raises(ValueError, match="^the logits of a grid .* not finite: .* -1e4 in place"):
         own.self_check()
 
 

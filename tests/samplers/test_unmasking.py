@@ -137,6 +137,20 @@ def worst_z(ends_seen, y, probability, draws):
     return float(((counts - draws * probability) / spread).abs().max())
 
 
+@pytest.mark.parametrize("left", (1, 2))
+def test_equal_confidences_without_noise_are_kept_in_the_order_of_places(left):
+    """The probabilities are still those of the draws: of a flat network, and of one with a tie."""
+    tied = torch.tensor([[0.0, 0.0, -1.0], [0.0, 0.0, 1.0], [0.0, 0.0, -1.0], [0.0, 0.0, 0.0]])
+    for logits in (torch.zeros(4, 3), tied):
+        x, draws = torch.full((4,), MASK), 20_000
+        y, probability = law_of_step(logits, x, left, 0.0)
+        assert float(probability.sum()) == pytest.approx(1, abs=1e-6)
+        step = step_of(logits.expand(draws, -1, -1), x.expand(draws, -1), left, 0.0)
+        seen = step.sample(torch.rand(draws, 2, 4, generator=torch.Generator().manual_seed(0)))
+        possible = probability > 0
+        assert worst_z(seen, y[possible], probability[possible].double(), draws) < 4.5
+
+
 @pytest.mark.parametrize("tau", (RANDOM, 1.0, 0.0))
 def test_draws_of_a_step_follow_its_probabilities(tau):
     logits, draws = random_logits(3, 4, 3), 100_000
@@ -207,8 +221,22 @@ def test_the_gradient_of_the_selection_factor_is_its_difference_quotient():
     assert torch.autograd.gradcheck(factor, logits)
 
 
+def test_places_that_stay_masked_may_be_taken_one_at_a_time(monkeypatch):
+    """A limit on how many numbers a term has leaves the factor and its gradient as they are."""
+    x, y = torch.full((1, 6), MASK), torch.tensor([[2, MASK, 0, MASK, MASK, MASK]])
+    found = []
+    for limit in (confidence.AT_ONCE, 1):
+        monkeypatch.setattr(confidence, "AT_ONCE", limit)
+        logits = random_logits(6, 1, 6, 3).requires_grad_()
+        factor = step_of(logits, x, 4, 0.7).selection(y)
+        factor.sum().backward()
+        found.append((factor.detach(), logits.grad))
+    for whole, parts in zip(*found, strict=True):
+        torch.testing.assert_close(whole, parts, atol=1e-12, rtol=1e-12)
+
+
 def enumerated(logits_of, rewards, left, tau):
-    """(J, surrogate with exact steps, with tokens alone) of all traces of four places.
+    """(J, surrogate with exact steps, with tokens alone, of mean fields) of four places' traces.
 
     logits_of: (4^4, 4, 3) logits by state, whose number counts masks as the value 3.
     """
@@ -228,6 +256,11 @@ def enumerated(logits_of, rewards, left, tau):
                 edges.append((masks, state, tuple(end), p, chance, tokens))
         probability, masks = after, n
     J = sum(p * rewards[((torch.tensor(x)) * weight).sum()] for x, p in probability.items())
+    blank = logits_of[(3 * weight).sum()].log_softmax(-1)  # of the grid with all places masked
+    mean_field = sum(
+        (p.detach() * rewards[(torch.tensor(x) * weight).sum()]) * blank[range(4), list(x)].sum()
+        for x, p in probability.items()
+    )
     # value to go of each state, then the policy gradient theorem over edges
     value = {x: rewards[(torch.tensor(x) * weight).sum()] for x in probability}
     exact = tokens_only = 0
@@ -235,21 +268,22 @@ def enumerated(logits_of, rewards, left, tau):
         value[state] = value.get(state, 0) + chance.detach() * value[end]
         share = (p * chance).detach() * value[end]
         exact, tokens_only = exact + share * chance.log(), tokens_only + share * tokens
-    return J, exact, tokens_only
+    return J, exact, tokens_only, mean_field
 
 
 @pytest.mark.parametrize("tau", (RANDOM, 1.0, 0.5))
 def test_the_policy_gradient_by_exact_steps_is_that_of_the_expected_reward(tau):
-    """And that by tokens alone is the same in random order, and only near it by confidence."""
+    """And that by tokens alone is the same in random order, and only near it by confidence; that of
+    mean fields, as in diffu-GRPO, is farther from it in both."""
     logits_of = random_logits(7, 256, 4, 3).requires_grad_()
     rewards = random_logits(8, 256)
-    J, exact, tokens = enumerated(logits_of, rewards, (3, 2, 0), tau)
-    true, full, partial = (
-        torch.autograd.grad(value, logits_of, retain_graph=True)[0].flatten()
-        for value in (J, exact, tokens)
+    values = enumerated(logits_of, rewards, (3, 2, 0), tau)
+    true, full, partial, crude = (
+        torch.autograd.grad(value, logits_of, retain_graph=True)[0].flatten() for value in values
     )
     torch.testing.assert_close(full, true, atol=1e-7, rtol=1e-6)
-    cosine = float(torch.cosine_similarity(partial, true, dim=0))
+    cosine, far = (float(torch.cosine_similarity(g, true, dim=0)) for g in (partial, crude))
+    assert 0 < far < 0.9 * cosine
     if tau is RANDOM:
         torch.testing.assert_close(partial, true, atol=1e-12, rtol=1e-12)
     else:
@@ -327,5 +361,5 @@ def test_the_cosine_schedule_reveals_these_counts():
 
 @pytest.mark.parametrize("steps", (0, 5, 9))
 def test_a_schedule_that_unmasks_nothing_is_refused(steps):
-    with pytest.raises(ValueError, match=rf"sampler.steps={steps} .* use 1 to 4"):
+    with pytest.raises(ValueError, match=rf"^steps={steps} .* use 1 to 4"):
         sigmas.unmasking(4, steps)

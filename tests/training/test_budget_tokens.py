@@ -27,6 +27,12 @@ def test_rows_flops_and_peaks_are_those_of_the_run(method, tmp_path):
     test_budget.told_as_run(masked(method), None, tmp_path)
 
 
+@long.mark
+def test_the_exact_choice_by_confidence_is_counted(tmp_path):
+    words = ["algorithm.sde=confidence", "algorithm.ratio=ppo", "sampler.eta=2"]
+    test_budget.told_as_run(masked("trace_rl", *words), None, tmp_path)
+
+
 @pytest.mark.parametrize("guided", ["null", "3.0"])
 def test_a_start_is_counted_to_the_digit(guided, tmp_path, monkeypatch):
     """What loads the policy is its self-check; what starts the run is the trial of its rewards and
