@@ -21,7 +21,7 @@ from flowrl.policy.replay.coords import Coords, place_of
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.probe import Prober, always
 from flowrl.policy.replay.record import DenoiserCall, RecordedStep
-from flowrl.policy.replay.reentry import Place, timed
+from flowrl.policy.replay.reentry import LoopPlace, timed
 
 SAME = 2e-7  # largest difference of two sigmas that are one
 CLOSE = 1e-2  # largest relative difference of two values that are one, rounded to bf16
@@ -39,7 +39,7 @@ class Places:
     # the same of the recorded run, which counts where no run was asked for
     recorded: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
-    def of(self, sigma: float) -> Place:
+    def of(self, sigma: float) -> LoopPlace:
         """Find the place of a noise level: in the last run that has it, else between two steps of
         the last run."""
         known = [
@@ -51,9 +51,9 @@ class Places:
         for steps, begin, sigmas in known:
             gap = (sigmas - sigma).abs()
             if gap.min() < SAME:
-                return Place(steps=steps, begin=begin, at=max(1, int(gap.argmin())))
+                return LoopPlace(steps=steps, begin=begin, at=max(1, int(gap.argmin())))
         steps, begin, sigmas = known[0]
-        return Place(steps=steps, begin=begin, at=max(1, int((sigmas > sigma).sum()) - 1))
+        return LoopPlace(steps=steps, begin=begin, at=max(1, int((sigmas > sigma).sum()) - 1))
 
     def seen(self, run: list[RecordedStep]) -> tuple[int, Tensor]:
         """Return what is known of a stubbed run, which must be the pipeline's newest."""
@@ -68,7 +68,7 @@ class Places:
         name = type(self.prober.runner.pipe).__name__
         if len(run) < 2:
             return
-        entered = self._entered(Place(steps=steps, begin=begin, at=1), sigmas[0], run[0].sample)
+        entered = self._entered(LoopPlace(steps=steps, begin=begin, at=1), sigmas[0], run[0].sample)
         if not _alike(run[0], entered):
             raise UnreplayableError(
                 f"{name}: at {steps} steps, the loop's first step does otherwise than a later one"
@@ -77,7 +77,7 @@ class Places:
                 " alone, so let it begin at the first step and remember none, or leave it out"
             )
 
-    def _entered(self, place: Place, level: Tensor, x: Tensor) -> RecordedStep:
+    def _entered(self, place: LoopPlace, level: Tensor, x: Tensor) -> RecordedStep:
         """Run the loop on stubs, with latents x (rows, *L) in the pipeline's units at a place."""
         run = self.prober.run(
             self.prober.rows(self.prober.count),

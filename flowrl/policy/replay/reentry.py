@@ -22,7 +22,7 @@ from flowrl.policy.replay.record import like_output, prediction_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class LoopPlace:
     """A step of a pipeline's loop."""
 
     steps: int  # number of steps of the pipeline's call
@@ -33,7 +33,7 @@ class Place:
 def reenter(
     prober: Prober,
     coords: Coords,
-    place: Place,
+    place: LoopPlace,
     x: Tensor,
     s: Tensor,
     items: Sequence[PromptItem],
@@ -77,7 +77,7 @@ def reenter(
     return body.prediction[: len(items)].float()
 
 
-def timed(coords: Coords, place: Place, s: Tensor) -> Callable[[Any], None]:
+def timed(coords: Coords, place: LoopPlace, s: Tensor) -> Callable[[Any], None]:
     """Make a callback that gives a scheduler, after set_timesteps, the noise level s () at a
     place."""
 
