@@ -1,5 +1,7 @@
 """The command that prints the figures of the stickers verifiers."""
 
+from importlib.resources import files
+
 import pytest
 import scenes
 import torch
@@ -55,6 +57,18 @@ def test_pictures_go_through_the_vae_of_a_folder(tmp_path, capsys):
     assert through.shape == (2, 3, 64, 64) and 0 <= through.min() <= through.max() <= 1
     words = ("--scenes", "2", "--kinds", "edits", "--vae", str(tmp_path))
     assert table(capsys, *words)["accepted through the VAE"] == ["0.00% of 2"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "vae"), [("pictures", "weights"), ("pictures", "masked"), ("motions", "wan")]
+)
+def test_what_shapes_draw_is_accepted_through_the_autoencoders_that_ship(kind, vae, capsys):
+    place = str(files("flowrl.shapes") / vae)
+    words = ("--world", "shapes", "--scenes", "6", "--kinds", kind, "--vae", place)
+    rows = table(capsys, *words)
+    for name in ("accepted as drawn", "accepted through the VAE", "refused: halved"):
+        assert rows[name] == ["100.00% of 6"]
+    assert rows["refused: another scene"][0].startswith("100.00%")
 
 
 def test_a_kind_that_does_not_exist_is_refused(capsys):
