@@ -5,7 +5,9 @@ from importlib.resources import files
 import pytest
 import scenes
 import torch
+import worlds
 from diffusers import AutoencoderKL
+from PIL import Image
 
 from flowrl.scenes.stickers.scenes import render
 from flowrl.scenes.world import Placed, Scene
@@ -75,3 +77,13 @@ def test_a_kind_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         scenes.main(["--kinds", "sounds"])
     assert "invalid choice: 'sounds'" in capsys.readouterr().err
+
+
+def test_both_worlds_are_drawn_on_one_page(tmp_path, capsys):
+    worlds.main(tmp_path / "worlds.webp")
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said] == [
+        "stickers: 32 objects",
+        "shapes: 18 objects",
+    ]
+    assert Image.open(tmp_path / "worlds.webp").width > worlds.COLUMNS * worlds.CELL
