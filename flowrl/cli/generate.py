@@ -292,7 +292,7 @@ def _load(model: str, words: Mapping[str, Any], prompts: list[Any]) -> Any:
         call["hints"] = hints
     # the pipeline is called as with the first prompt that brings more than its text
     shown = conditions.of([row for row in prompts[:1] if not isinstance(row, str)])
-    policy: Any = load_policy(model, example=shown and shown[0], **settings, **call)
+    policy: Any = load_policy(model, example=shown[0] if shown else None, **settings, **call)
     if weights:
         policy.load_lora(weights)
     if lora and (heads := heads_of(lora)):
