@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
@@ -329,6 +330,27 @@ def named_values(
         except ValueError as error:
             raise ValueError(f"{option} {word} {error}") from error
     return out
+
+
+def to_try(cfg: Any) -> str:
+    """Return what a command draws with a run: a prompt of one short line, the first that is held
+    out or, without such, that is trained on; or all of them if they bring pictures, without which
+    its model draws nothing."""
+    from flowrl.data import conditions, prompts
+    from flowrl.runtime import registry
+
+    plain, listed = '"a red circle"', (cfg.data.eval, *cfg.data.sources)
+    source = next((one for one in listed if one and not registry.is_live(one)), None)
+    if source is None:
+        return plain
+    try:
+        rows = prompts.load_prompts(source, cfg.data.columns)
+        if conditions.of(rows[:1]):
+            return quote(source)
+    except (ValueError, OSError):  # a file that the run read and that has gone since
+        return plain
+    texts = (row["prompt"] for row in rows)
+    return next((quote(t) for t in texts if len(t) <= 60 and t.isprintable()), plain)
 
 
 def next_steps(*steps: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli.common import next_steps, one_sentence_errors, show
+from flowrl.cli.common import next_steps, one_sentence_errors, show, to_try
 
 Format = Annotated[
     Literal["diffusers", "comfyui", "kohya", "merged"],
@@ -73,4 +73,4 @@ def export(
         with one_sentence_errors(disk=1):
             show(upload(order.output, push), wrap=True)
     if form == "merged":
-        next_steps(f'flowrl generate {quote(str(written[0]))} "a red circle"')
+        next_steps(f"flowrl generate {quote(str(written[0]))} {to_try(order.cfg)}")

@@ -173,10 +173,15 @@ def generate(
 
 def _say_next(place: str, row: dict[str, Any], reward: list[str] | None) -> None:
     """Say how to score what was made, if rewards take it. row: the first sample's."""
-    from flowrl.config.compose import is_embedded
+    from flowrl.config.compose import drawn_by
 
     if row["file_name"].endswith(part("flowrl.data.media", "MEDIA_SUFFIXES")):
-        usual = "clip.preset=shapes" if is_embedded(row["model"]) else "clip"
+        world = drawn_by(row["model"])
+        if world == "shapes_edit":  # files do not tell what was edited
+            if not reward:
+                next_steps(f"the same with --reward {world} -o FOLDER/ lists scores")
+            return
+        usual = {None: "clip", "shapes": "clip.preset=shapes"}.get(world, world)
         rewards = " ".join(f"--reward {word}" for word in reward or [usual])
         prompt = "" if Path(place).is_dir() else f" --prompt {quote(row['prompt'])}"
         next_steps(f"flowrl score {quote(place)}{prompt} {rewards}")
@@ -273,6 +278,7 @@ def _load(model: str, words: Mapping[str, Any], prompts: list[Any]) -> Any:
     """Load the policy as a run trained it, or with its LoRA and heads; with the run's arguments of
     the call, which --pipeline overrides."""
     from flowrl.config.build import heads_of, lora_of, pipeline_of, trained
+    from flowrl.data import conditions
     from flowrl.policy import load_policy
 
     lora, call, hints = words["lora"], call_arguments(words["pipeline"]), words["hints"]
@@ -284,7 +290,9 @@ def _load(model: str, words: Mapping[str, Any], prompts: list[Any]) -> Any:
     call = (pipeline_of(lora) if lora else {}) | call
     if hints:
         call["hints"] = hints
-    policy: Any = load_policy(model, **settings, **call)
+    # the pipeline is called as with the first prompt that brings more than its text
+    shown = conditions.of([row for row in prompts[:1] if not isinstance(row, str)])
+    policy: Any = load_policy(model, example=shown[0] if shown else None, **settings, **call)
     if weights:
         policy.load_lora(weights)
     if lora and (heads := heads_of(lora)):
@@ -307,17 +315,17 @@ def _check_quoted(prompts: list[str]) -> None:
 
 def _asked(prompts: list[str], columns: dict[str, str], model: str) -> list[Any]:
     """Load the prompts, and warn of words that the embedded model never saw, if it is one."""
-    from flowrl.config.compose import is_embedded
-    from flowrl.data.prompts import of_words
+    from flowrl.config.compose import drawn_by
+    from flowrl.data.prompts import lists_of, of_words
 
-    asked = of_words(prompts, columns)
-    if not is_embedded(model):
+    asked, world = of_words(prompts, columns), drawn_by(model)
+    if world is None:
         return asked
     from flowrl.runtime.log import logger
     from flowrl.shapes.prompts import vocabulary, words
 
     texts = " ".join(row if isinstance(row, str) else row["prompt"] for row in asked)
-    known = vocabulary()
+    known = vocabulary(lists_of(world).all_prompts())
     if new := [word for word in dict.fromkeys(words(texts)) if word not in known]:
         listed = ", ".join(new[:5]) + ", ..." * (len(new) > 5)
         logger.warning(

@@ -8,7 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Overrides, next_steps, one_sentence_errors, parse_run, show, stop
+from flowrl.cli.common import (
+    Overrides,
+    next_steps,
+    one_sentence_errors,
+    parse_run,
+    show,
+    stop,
+    to_try,
+)
 
 Resume = Annotated[
     Path | None,
@@ -71,7 +79,7 @@ def train(
         if resume and (done := finished.finished(cfg, resume, accept=accept_changes)):
             if is_main():
                 show(f"{finished.sentence(done)}.", wrap=True)
-                _conclude(done)
+                _conclude(done, prompt=to_try(cfg))
             return
         trainer = start(cfg, resume=resume, accept_changes=accept_changes)
         if dry_run:
@@ -87,7 +95,7 @@ def train(
         run = trainer.run()
     except NothingTrained as error:
         if trainer.world.main:
-            _conclude(error.run, trained=False)
+            _conclude(error.run)
         stop(error, 1)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         hint = f"resume with: flowrl train --resume {shlex.quote(str(trainer.path))}"
@@ -97,7 +105,7 @@ def train(
             hint = f"{what} {trainer.path}" if left else ""
         stop(error, 1, hint="" if ran_out(error) else hint)  # its sentence says how to go on
     if trainer.world.main:
-        _conclude(run, readable=trainer.policy.has_lora_format, prompt=_to_try(trainer.cfg))
+        _conclude(run, readable=trainer.policy.has_lora_format, prompt=to_try(trainer.cfg))
 
 
 def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
@@ -109,30 +117,10 @@ def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
     several.train_all(*several.plan(*several.split(seeds, overrides)))
 
 
-def _to_try(cfg: Any) -> str:
-    """Return what a command draws with a run: its first held-out prompt of one short line, or all
-    of them if they bring pictures, without which its model draws nothing."""
-    from flowrl.data import conditions, prompts
-    from flowrl.runtime import registry
-
-    source, plain = cfg.data.eval, '"a red circle"'
-    if source is None or registry.is_live(source):
-        return plain
-    try:
-        rows = prompts.load_prompts(source, cfg.data.columns)
-        if conditions.of(rows[:1]):
-            return shlex.quote(source)
-    except (ValueError, OSError):  # a file that the run read and that has gone since
-        return plain
-    texts = (row["prompt"] for row in rows)
-    return next((shlex.quote(t) for t in texts if len(t) <= 60 and t.isprintable()), plain)
-
-
-def _conclude(
-    run: Any, *, trained: bool = True, readable: bool = False, prompt: str = '"a red circle"'
-) -> None:
+def _conclude(run: Any, *, readable: bool = False, prompt: str | None = None) -> None:
     """Print what a run (flowrl.Run) found, where it is, and the commands that use it. readable:
-    whether diffusers reads its LoRA. prompt: see _to_try."""
+    whether diffusers reads its LoRA. prompt: what they draw, see to_try; None: nothing was
+    trained."""
     from flowrl.report import terminal, watch_page
     from flowrl.runtime.store.run_folder import trained_iterations
 
@@ -144,7 +132,7 @@ def _conclude(
     if run.peak:
         show(watch_page.sentence(run.peak), wrap=True)
     show(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", wrap=True)
-    if not trained:
+    if prompt is None:
         return
     path = shlex.quote(str(run.path))
     steps = [f"flowrl train --resume {path}"] * bool(run.stopped)

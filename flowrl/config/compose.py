@@ -36,6 +36,8 @@ SELF = "_self_"  # stands for the file itself in its list of defaults; it comes 
 TOO_DEEP = "the config nests too many lists and mappings, or a ${...} stands for itself"
 # group -> key by which a section of a file makes its own choice; None: any key does
 CHOOSES = {"model": "source", "data": "train", "reward": None, "algorithm": "name"}
+# source of an embedded model -> the prompts of flowrl/data/prompts.py that it draws; others: shapes
+DRAWS = {"package:flowrl.shapes/edit": "shapes_edit", "package:flowrl.shapes/wan": "shapes_motion"}
 # group -> entry-point group through which installed packages add choices
 INSTALLED = {"model": "flowrl.models", "algorithm": "flowrl.algorithms"}
 
@@ -131,9 +133,19 @@ def source_of(files: Sequence[File], line: CommandLine) -> str | None:
 def is_embedded(model: str) -> bool:
     """Whether a model (its name in configs/model, or its source) comes with flowrl; also true for
     unknown names, which are refused elsewhere."""
-    if model in options("model"):
-        model = option_layer("model", model)["model"]["source"]
+    model = _source_of(model)
     return model.startswith("package:flowrl.") or not section_of("model", model)
+
+
+def drawn_by(model: str) -> str | None:
+    """Name the world that an embedded model draws, as data=NAME has it; None of other models."""
+    return DRAWS.get(_source_of(model), "shapes") if is_embedded(model) else None
+
+
+def _source_of(model: str) -> str:
+    """The source that a name of configs/model stands for; another source as it is."""
+    listed = model in options("model")
+    return option_layer("model", model)["model"]["source"] if listed else model
 
 
 # ---------------------------------------------------------------------- the command line

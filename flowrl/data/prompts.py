@@ -149,9 +149,14 @@ def check_source(source: str) -> None:
 def _generated(source: str) -> Prompts:
     check_source(source)
     world, _, part = source.partition(":")
+    return getattr(lists_of(world), f"{part}_prompts")()
+
+
+def lists_of(world: str) -> Any:
+    """Import what lists the prompts of one of WORLDS."""
     module, _, name = WORLDS[world].partition(":")
     lists = importlib.import_module(module)
-    return getattr(getattr(lists, name) if name else lists, f"{part}_prompts")()
+    return getattr(lists, name) if name else lists
 
 
 def references(prompts: Prompts) -> list[Path]:

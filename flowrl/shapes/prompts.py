@@ -124,10 +124,9 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+", text.lower())
 
 
-@cache
-def vocabulary() -> frozenset[str]:
-    """Every word of the world's prompts; the embedded models were trained on no others."""
-    return frozenset(word for prompt in all_prompts() for word in words(prompt["prompt"]))
+def vocabulary(prompts: list[Prompt]) -> frozenset[str]:
+    """Every word of these prompts."""
+    return frozenset(word for prompt in prompts for word in words(prompt["prompt"]))
 
 
 def scene(prompt: Prompt, generator: torch.Generator) -> list[Object]:

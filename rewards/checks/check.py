@@ -43,6 +43,10 @@ from flowrl.types import MediaContext
 
 Check = Callable[[Subject], list[Finding]]
 
+UNSCORED = (
+    "; these are the first samples of the run: correct what the reward is given, or set"
+    " guard.check_rewards=false if it is right to score none of them"
+)
 GROUPS = 6  # number of groups for a reward that compares their members
 FIRST: tuple[Check, ...] = (determinism, batch_mates)
 LAST: tuple[Check, ...] = (replies, own_noise, reach, spread)
@@ -169,8 +173,9 @@ def before_training(
     """Run the cheap checks of every reward that is trained on -> sentences to warn with, and each
     reward's own noise by label.
 
-    Raises RewardBug where a reward breaks its contract or batch mates change a score. media,
-    prompts, context: samples of the run's first iteration; FEW of them are scored about six times.
+    Raises RewardBug where a reward breaks its contract or can score no sample, or where batch mates
+    change a score. media, prompts, context: samples of the run's first iteration; FEW of them are
+    scored about six times.
     """
     said: list[str] = []
     noise: dict[str, float] = {}
@@ -182,9 +187,6 @@ def before_training(
             continue
         found = {f.name: f for f in check(reward, own, cheap=True, device=media.device)}
         _refuse_bugs(label, found)
-        # no sample could be scored, and the training loop counts such samples
-        if "batch mates" not in found:
-            continue
         if found["determinism"].verdict == "fail":
             why = f"{found['determinism'].says}; what differs is noise in every advantage"
             said.append(f'reward "{label}": {why}')
@@ -199,11 +201,13 @@ def _in_company(examples: list[Example]) -> list[Example]:
 
 
 def _refuse_bugs(label: str, found: Mapping[str, Finding]) -> None:
-    """Raise RewardBug where the contract is broken, or a score depends on the rest of its batch."""
-    contract, mates = found["contract"], found.get("batch mates")
-    if contract.verdict == "fail" and contract.value is None:
-        raise RewardBug(f'reward "{label}": {contract.says}')
-    if mates is not None and mates.verdict == "fail":
+    """Raise RewardBug where the contract is broken, no sample has a score, or batch mates change
+    one."""
+    contract = found["contract"]
+    if contract.verdict == "fail":
+        why = "" if contract.value is None else UNSCORED
+        raise RewardBug(f'reward "{label}": {contract.says}{why}')
+    if (mates := found["batch mates"]).verdict == "fail":
         raise RewardBug(
             f'reward "{label}": {mates.says}; a score may depend on nothing but its sample and its'
             " context"

@@ -47,7 +47,8 @@ def contract(subject: Subject) -> list[Finding]:
         says = f"{count} fp32 numbers on {subject.device}, all finite"
         return [Finding(name="contract", verdict="ok", value=float(count), says=says)]
     verdict: Verdict = "fail" if bad == count else "warn"
-    says = f"{bad} of {count} could not be scored; {'; '.join(subject.errors[:1])}"
+    first = "".join(subject.errors[:1]).removeprefix(f"{subject.label}: ")
+    says = f"{bad} of {count} could not be scored; {first}"
     return [Finding(name="contract", verdict=verdict, value=float(bad), says=says)]
 
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.data import conditions
 from flowrl.data.checklists import from_shapes
 from flowrl.data.media import read_image
 from flowrl.data.ocr import WORDS
-from flowrl.data.samples import collect
+from flowrl.data.samples import Sample, collect
 from flowrl.rewards import Reward, load_set
 from flowrl.rewards.checks.pictures import written
 from flowrl.rewards.core.files import with_meta
@@ -308,11 +309,17 @@ def files(
     samples = with_meta(collected, own, columns=("meta", "group"))
     if len(samples) > most:
         samples = [samples[i * len(samples) // most] for i in range(most)]
-    every = [
-        Example(media=read_image(sample.path), prompt=sample.prompt, meta=sample.meta)
-        for sample in samples
-    ]
+    shown = conditions.has_source([sample.meta for sample in samples])
+    every = [_of_file(sample, shown) for sample in samples]
     return [replace(s, near_misses=_other_files(every, i)) for i, s in enumerate(every)]
+
+
+def _of_file(sample: Sample, shown: bool) -> Example:
+    """An image of the user's own. shown: whether its meta names the picture before an edit."""
+    media, columns = read_image(sample.path), {}
+    if shown:
+        columns["source"] = conditions.context_of([sample.meta], media[None]).source[0]
+    return Example(media=media, prompt=sample.prompt, meta=sample.meta, columns=columns)
 
 
 def _other_files(every: list[Example], i: int) -> tuple[NearMiss, ...]:

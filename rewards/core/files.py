@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowrl.data import conditions
 from flowrl.data.media import read_media
 from flowrl.data.samples import Sample
 from flowrl.data.scored_folder import ScoredSample
 from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs, score
 from flowrl.rewards.core.score import check_kind, check_meta
 from flowrl.runtime.log import Progress
-from flowrl.types import MediaContext
 
 WAITING = 4  # most chunks of images, of all sizes, that wait until one size fills a chunk
 HELD = 2**28  # most fp32 values that wait, however few images they are: 1 GB
@@ -64,7 +64,7 @@ def _score_chunk(
     problems: dict[int, str],
 ) -> None:
     """Score samples by number, whose images are media (n, 3, H, W), into `scored` or `problems`."""
-    context = MediaContext(meta=[sample.meta for sample in samples.values()])
+    context = conditions.context_of([sample.meta for sample in samples.values()], media)
     found = score(media, [sample.prompt for sample in samples.values()], rewards, context)
     raw = {label: values.tolist() for label, values in found.raw.items()}
     totals, why = found.total.tolist(), "; ".join(found.errors)
@@ -124,10 +124,12 @@ def with_meta(
 ) -> list[Sample]:
     """Samples with the meta that the rewards read, which is known for prompts of the shapes world.
 
-    columns: columns of the context that the caller will offer. Missing or wrong meta -> ValueError.
+    columns: columns of the context that the caller will offer; "source" joins them where each
+    sample names its picture "image". Missing or wrong meta -> ValueError.
     """
-    check_needs(rewards, columns)
     samples = list(samples)
+    shown = conditions.has_source([sample.meta for sample in samples])
+    check_needs(rewards, [*columns, *["source"] * shown])
     if any(reward.name == "shapes" for reward in rewards.rewards.values()):
         samples = _with_clauses(samples)
     check_meta(rewards, {"the list of images": [{"prompt": s.prompt, **s.meta} for s in samples]})

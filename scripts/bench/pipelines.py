@@ -380,7 +380,7 @@ def second_page(results: list[dict[str, Any]]) -> str:
         ]
         lines.append("| " + " | ".join([both[0].get("pipeline", ""), name, *cells]) + " |")
     passing = sum(r["failed"] is None for r in results)
-    return "\n".join([*lines, "", f"{passing} of {len(results)} pass."])
+    return "\n".join([*lines, "", f"{passing} of {len(results)} sets of arguments pass."])
 
 
 def write_page(results: list[dict[str, Any]], what: str) -> None:

@@ -14,7 +14,17 @@ from flowrl.report.tables import markdown as table
 def models_table(done: Runs, others: Runs) -> str:
     """Runs of claims on another model, the largest gain of each model first, beside what the same
     method gained on shapes-sd3 (`done`); "": none."""
-    head = ["model", "method", "gain", "over seeds [95%]", "learns", "over texts [95%]", "before"]
+    head = [
+        "model",
+        "method",
+        "rate",
+        "budget",
+        "gain",
+        "over seeds [95%]",
+        "learns",
+        "over texts [95%]",
+        "before",
+    ]
     head += ["after, by seed", "gain on shapes-sd3", "iterations", "minutes"]
     ranked = sorted(others.values(), key=lambda runs: (model_of(runs[0]), -gain(runs).mean))
     rows = [_row(runs, done.get(runs[0]["method"])) for runs in ranked]
@@ -26,11 +36,22 @@ def model_of(c: Cell) -> str:
     return [word for word in c["settings"] if word.startswith("model=")][-1].partition("=")[2]
 
 
+def _rate(c: Cell) -> str:
+    """The learning rate of a cell, and whether its claim sets it."""
+    rate = [word for word in c["settings"] if word.startswith("optimizer.lr=")][-1].partition("=")[
+        2
+    ]
+    own = any(word.startswith("optimizer.lr=") for word in cells.CLAIMS[c["claim"]].words)
+    return f"{rate}, {'by hand' if own else 'tuned'}"
+
+
 def _row(runs: list[Cell], known: list[Cell] | None) -> list[str]:
     over = gain(runs)
     return [
         model_of(runs[0]),
         runs[0]["method"],
+        _rate(runs[0]),
+        f"{runs[0]['budget']:,}",
         f"{over.mean:+.3f}",
         over_seeds(runs),
         learns(runs),

@@ -2,7 +2,7 @@
 
     python scripts/bench/scenes.py --scenes 2000 --seed 0 [--kinds pictures motions edits]
     python scripts/bench/scenes.py --world shapes --scenes 2000 --vae flowrl/shapes/weights
-    python scripts/bench/scenes.py --vae FOLDER   # a pipeline's folder, or that of its VAE
+    python scripts/bench/scenes.py --vae FOLDER   # a pipeline's folder, or that of its autoencoder
     python scripts/bench/scenes.py --vae vae.pt   # a checkpoint of embedded/train_stickers.py
 
 Sentences are drawn with equal shares of the tasks, and each is judged strictly: as drawn; through
@@ -16,6 +16,7 @@ Milliseconds are those of the processor, on one thread.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -26,6 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,12 +37,14 @@ from flowrl.scenes.grammar import Edit, Motion, Picture, read
 from flowrl.scenes.motions import verdict
 from flowrl.scenes.stickers import prompts, verify
 from flowrl.scenes.stickers import world as stickers
-from flowrl.scenes.world import FoundScene, Placed, Scene, SmallWorld, truth
+from flowrl.scenes.world import FoundScene, Placed, Scene, keyed, truth
+from flowrl.shapes import prompts as shape_prompts
+from flowrl.shapes import verify as shape_verify
 
 WORLDS = {"stickers": stickers.STICKERS, "shapes": shapes.SHAPES}
 KINDS: dict[str, dict[str, Any]] = {
     "stickers": {"pictures": prompts, "motions": stickers.MOTIONS, "edits": stickers.EDITS},
-    "shapes": {"motions": shapes.MOTIONS, "edits": shapes.EDITS},
+    "shapes": {"pictures": shape_prompts, "motions": shapes.MOTIONS, "edits": shapes.EDITS},
 }
 TOGETHER = 32  # sentences that are judged at once
 # An object is nearly symmetric if the squared difference from its mirror image is at most this
@@ -57,11 +61,12 @@ class Drawn:
     given: int = 0  # number of scenes that no model draws: the source of an edit
     spoilt: int  # place of the scene that is spoilt
     number: int  # of the sample, a seed
+    find: Callable[[Scene], Any] = truth  # what is to be found in the picture of a scene
 
     @property
-    def truth(self) -> list[FoundScene]:
+    def truth(self) -> list[Any]:
         """What is to be found."""
-        return [truth(scene) for scene in self.scenes]
+        return [self.find(scene) for scene in self.scenes]
 
 
 def drawn(world: str, kind: str, count: int, seed: int) -> Iterator[Drawn]:
@@ -78,6 +83,8 @@ def drawn(world: str, kind: str, count: int, seed: int) -> Iterator[Drawn]:
 def described(world: str, kind: str, prompt: str, number: int) -> Drawn:
     """Draw the scenes of a sentence."""
     language, source = WORLDS[world].language, KINDS[world][kind]
+    if source is shape_prompts:
+        return of_shapes(prompt, number)
     if kind == "pictures":
         asked = read(prompt, language, Picture)
         scenes = (source.scene(prompt, number),)
@@ -98,6 +105,26 @@ def described(world: str, kind: str, prompt: str, number: int) -> Drawn:
     return Drawn(scenes=scenes, judge=judge, given=1, spoilt=1, number=number)
 
 
+def of_shapes(prompt: str, number: int) -> Drawn:
+    """Draw a picture of coloured shapes, which has a verifier of its own."""
+    asked = shape_prompts.find(prompt)
+    placed = tuple(
+        Placed(f"{o.color} {o.shape}", o.x, o.y, 2 * o.size)
+        for o in shape_prompts.scene(asked, keyed(number, prompt))
+    )
+    judge = lambda found: shape_verify.strict(found[0], asked["include"])  # noqa: E731
+    return Drawn(scenes=(Scene(placed),), judge=judge, spoilt=0, number=number, find=shapes_in)
+
+
+def shapes_in(scene: Scene) -> list[shape_verify.FoundShape]:
+    """What the verifier of coloured shapes is to find."""
+    named = ((o.name.split(), o) for o in scene.objects)
+    return [
+        shape_verify.FoundShape(shape, color, o.x, o.y, o.size, o.size)
+        for (color, shape), o in named
+    ]
+
+
 @cache
 def symmetric(world: str) -> list[str]:
     """Objects that are nearly their own mirror images."""
@@ -111,8 +138,8 @@ def symmetric(world: str) -> list[str]:
 
 def tile(image: Tensor, placed: Placed) -> Tensor:
     """The part of (3, 64, 64) where an object lies, to be read or written."""
-    x, y = placed.corner
-    return image[:, y : y + placed.size, x : x + placed.size]
+    (x, y), size = placed.corner, round(placed.size)
+    return image[:, y : y + size, x : x + size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,25 +215,27 @@ def orders(own: list[FoundScene], one: Drawn) -> dict[str, list[FoundScene]]:
 
 
 class Reader:
-    """The verifier, and the time that it takes."""
+    """The verifier of a kind, and the time that it takes."""
 
-    def __init__(self, world: SmallWorld) -> None:
-        self.world, self.seconds, self.pictures = world, 0.0, 0
+    def __init__(self, world: str, kind: str) -> None:
+        own = KINDS[world][kind] is shape_prompts
+        self.detect: Any = shape_verify.detect if own else WORLDS[world].detect
+        self.seconds, self.pictures = 0.0, 0
 
-    def __call__(self, images: Tensor) -> list[FoundScene]:
+    def __call__(self, images: Tensor) -> list[Any]:
         began = time.process_time()
-        found = self.world.detect(images)
+        found = self.detect(images)
         self.seconds += time.process_time() - began
         self.pictures += len(images)
         return found
 
 
 def measure(
-    world: str, kind: str, count: int, seed: int, through: Callable[[Tensor], Tensor] | None
+    world: str, kind: str, count: int, seed: int, through: Callable[..., Tensor] | None
 ) -> dict[str, str]:
     """Judge sentences of a kind -> figures by name."""
     rows: dict[str, list[bool]] = defaultdict(list)
-    every, reader = list(drawn(world, kind, count, seed)), Reader(WORLDS[world])
+    every, reader = list(drawn(world, kind, count, seed)), Reader(world, kind)
     for start in range(0, count, TOGETHER):
         part = every[start : start + TOGETHER]
         images = torch.stack([WORLDS[world].render(scene) for one in part for scene in one.scenes])
@@ -214,7 +243,8 @@ def measure(
         found = split(reader(images), size)
         rows["accepted as drawn"] += [one.judge(f) for one, f in zip(part, found, strict=True)]
         if through is not None:
-            made = split(reader(through(images)), size)
+            video = size if kind == "motions" else 1
+            made = split(reader(through(images, video)), size)
             for one, source, f in zip(part, found, made, strict=True):
                 rows["accepted through the VAE"].append(
                     one.judge(source[: one.given] + f[one.given :])
@@ -255,10 +285,10 @@ def refuse(
             rows[f"refused: {name}"].append(not one.judge(order))
 
 
-def autoencoder(path: Path) -> Callable[[Tensor], Tensor]:
-    """The round trip of pictures (B, 3, 64, 64) in [0, 1] through a VAE."""
-    from diffusers import AutoencoderKL
-
+def autoencoder(path: Path) -> Callable[..., Tensor]:
+    """The round trip of pictures (B, 3, 64, 64) in [0, 1] through a VAE, one of videos (Wan's) or a
+    VQ autoencoder. Its second argument is the number of frames that follow each other in a
+    video."""
     if path.suffix == ".pt":
         sys.path.append(str(Path(__file__).parents[1] / "embedded"))
         from train_stickers import vae
@@ -266,14 +296,23 @@ def autoencoder(path: Path) -> Callable[[Tensor], Tensor]:
         model = vae()
         model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True)["model"])
     else:
-        own = path / "vae"
-        model = AutoencoderKL.from_pretrained(own if own.is_dir() else path)
+        own = next(place for place in (path / "vae", path / "vqvae", path) if place.is_dir())
+        kind = json.loads((own / "config.json").read_text())["_class_name"]
+        model = getattr(diffusers, kind).from_pretrained(own)
     model = model.float().eval()
+    videos, tokens = isinstance(model, diffusers.AutoencoderKLWan), hasattr(model, "quantize")
 
     @torch.no_grad()
-    def through(images: Tensor) -> Tensor:
-        made = [model.decode(model.encode(i * 2 - 1).latent_dist.mode()) for i in images.split(64)]
-        return (torch.cat([m.sample for m in made]) / 2 + 0.5).clamp(0, 1)
+    def through(images: Tensor, frames: int = 1) -> Tensor:
+        made = []
+        for some in images.split(16 * frames):
+            x = some if tokens else some * 2 - 1  # aMUSEd's pictures are not normalised
+            x = x.unflatten(0, (-1, frames)).transpose(1, 2) if videos else x
+            code = model.encode(x)
+            y = model.decode(code.latents if tokens else code.latent_dist.mode()).sample
+            y = y.transpose(1, 2).flatten(0, 1) if videos else y
+            made.append(y if tokens else y / 2 + 0.5)
+        return torch.cat(made).clamp(0, 1)
 
     return through
 

@@ -60,7 +60,7 @@ FURTHER += " shrink shrinks the up with"
 
 def tokenizer() -> CLIPTokenizer:
     """One token a word, for all of the world's models."""
-    words = [*sorted(prompts.vocabulary()), *FURTHER.split()]
+    words = [*sorted(prompts.vocabulary(prompts.all_prompts())), *FURTHER.split()]
     return build.tokenizer(word_merges(words))
 
 
@@ -71,7 +71,7 @@ def text_encoder(tok: CLIPTokenizer) -> CLIPTextModel:
     rows = model.get_input_embeddings().weight.detach().clone()
     model.resize_token_embeddings(len(tok), mean_resizing=False)
     table = model.get_input_embeddings().weight.data.normal_(std=0.02)
-    for word in prompts.vocabulary():
+    for word in prompts.vocabulary(prompts.all_prompts()):
         table[tok(word).input_ids] = rows[old(word).input_ids]  # with start and end
     model.config.bos_token_id, model.config.eos_token_id = tok.bos_token_id, tok.eos_token_id
     model.config.pad_token_id = tok.pad_token_id

@@ -1,5 +1,8 @@
 """What `flowrl generate` says of its words before it works: nothing is loaded where they decide."""
 
+import json
+from pathlib import Path
+
 import pytest
 import small
 import torch
@@ -9,6 +12,9 @@ from flowrl.config.build import lora_of
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.rollouts.inference import gallery
+from flowrl.scenes.shapes import EDITS
+
+FILES = ["0.png", "made.png"]
 
 
 class Loaded(Exception):
@@ -54,6 +60,10 @@ def test_words_that_are_hardly_meant_are_refused(words, sentence, monkeypatch):
         ("shapes-sd3", ["a red circle above a Blue square."], ""),
         ("shapes-sd3", ["circle", "two blue squares"], ""),
         ("shapes-sd3", ["circle"], ""),
+        ("shapes-edit", ["remove the red circle"], ""),
+        ("shapes-edit", ["a red circle grows"], "never saw these words: grows; all that it knows"),
+        ("shapes-wan", ["two red circles move left"], ""),
+        ("shapes-wan", ["a red circle above a blue square"], "never saw these words: above;"),
     ],
 )
 def test_words_that_may_be_meant_are_said_and_taken(unloaded, model, words, sentence):
@@ -77,6 +87,25 @@ def test_a_suffix_that_does_not_suit_is_said_before_anything_is_sampled(
     assert isinstance(result.exception, Loaded)
     said_so = f" WARNING {name} does not suit what is made; it is saved as {saved}"
     assert text.endswith(said_so) if saved else not text
+
+
+def test_an_edit_model_is_loaded_with_the_picture_of_its_prompt_and_what_it_makes_is_scored(
+    monkeypatch, tmp_path
+):
+    """Next is never a command that lacks the source."""
+    monkeypatch.chdir(tmp_path)
+    before, _ = EDITS.pair("remove the red circle", 0)
+    EDITS.picture(before).save("0.png")
+    line = {"prompt": "remove the red circle", "image": "0.png"}
+    Path("one.jsonl").write_text(json.dumps(line))
+    result, text = said("shapes-edit", "one.jsonl", "--steps", "1", "-o", "made.png")
+    assert result.exit_code == 0 and "the same with --reward shapes_edit -o FOLDER/" in text
+    Path("all.jsonl").write_text("".join(json.dumps(line | {"file": f}) + "\n" for f in FILES))
+    words = ("score", *FILES, "--prompts", "all.jsonl", "--reward", "shapes_edit", "--json", "-")
+    scores = [row["total"] for row in json.loads(small.invoke(*words).stdout)]
+    assert len(scores) == 2 and scores[0] == 0  # a copy of the source
+    result = small.invoke("score", "0.png", "--prompt", line["prompt"], "--reward", "shapes_edit")
+    assert result.exit_code == 2 and 'that has a column "image" brings it' in result.output
 
 
 def test_a_lora_to_generate_with_and_one_to_start_from_are_named_alike(tmp_path):

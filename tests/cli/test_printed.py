@@ -11,6 +11,7 @@ import torch
 import typer
 
 from flowrl.cli import common, evaluate, generate, report, score, train
+from flowrl.cli.common import to_try
 from flowrl.config.compose import ConfigError
 from flowrl.config.load import load_config
 from flowrl.data import media
@@ -42,7 +43,7 @@ def print_train():
         stopped=f"{NAME}/stop",
         peak=None,
     )
-    train._conclude(run)
+    train._conclude(run, prompt="x")
 
 
 def print_evaluate():
@@ -160,20 +161,22 @@ def test_a_caption_of_any_length_takes_no_time(text):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("words", "said"),
     [
-        ("shapes:eval", "'a square'"),
-        ("shapes_motion:eval", "'a green triangle moves left'"),
-        ("shapes_edit:eval", "shapes_edit:eval"),
-        ("gone.txt", '"a red circle"'),
-        ("null", '"a red circle"'),
-        ("mine.txt", '"it\'s red"'),
+        (["data.eval=shapes:eval"], "'a square'"),
+        (["data.eval=shapes_motion:eval"], "'a green triangle moves left'"),
+        (["data.eval=shapes_edit:eval"], "shapes_edit:eval"),
+        (["data.eval=gone.txt"], '"a red circle"'),
+        (["data.eval=null"], "'a circle'"),
+        (["data.eval=null", "data.train=shapes_motion:train"], "'a red triangle moves left'"),
+        (["data.eval=null", "data.train=shapes_edit:train"], "shapes_edit:train"),
+        (["data.eval=mine.txt"], '"it\'s red"'),
     ],
 )
 def test_a_run_is_tried_with_a_prompt_of_its_own_or_with_its_pictures(
-    source, said, tmp_path, monkeypatch
+    words, said, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text(f"{'long ' * 20}\nit's red\n")
-    tried = train._to_try(load_config(None, [f"data.eval={source}"]))
+    tried = to_try(load_config(None, words))
     assert shlex.split(tried) == shlex.split(said)

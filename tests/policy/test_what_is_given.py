@@ -63,3 +63,10 @@ def test_a_size_that_the_pipeline_does_not_make_is_said(caplog):
     media = flowrl.generate(policy, "a fox", steps=2)
     assert media.shape[-2:] == (16, 16)
     assert "the pipeline makes 16 x 16 (height x width), and was asked for 32 x 16" in caplog.text
+
+
+def test_frames_that_the_pipeline_does_not_make_are_said(caplog):
+    """Wan makes 4 k + 1 frames."""
+    policy = flowrl.load_policy(cases()["wan21"].make(), num_frames=7, height=16, width=16)
+    assert flowrl.generate(policy, "a fox", steps=2).shape[1] == 5
+    assert "the pipeline makes num_frames=5, and was asked for num_frames=7" in caplog.text

@@ -441,10 +441,10 @@ def test_other_models_are_judged_in_their_world_and_stand_beside_shapes_sd3(benc
     assert cfg.reward == {"shapes_edit": {"weight": 1.0, "reading": "strict"}}
     results_page.write()
     page = results_page.PAGE.read_text()
-    assert "| shapes-edit | nft | +0.500 | [+0.500, +0.500] | yes |" in page
+    assert "| shapes-edit | nft | 1e-3, by hand | 50,000 | +0.500 | [+0.500, +0.500] |" in page
     assert "| 0.750, 0.750, 0.750 | +0.250 | 4 |" in page  # nft's own gain beside it
     masked = page.partition("## Masked generators")[2]
-    assert "| shapes-masked | trace_rl | +0.500 |" in masked
+    assert "| shapes-masked | trace_rl | 3e-3, by hand | 150,000 | +0.500 |" in masked
     assert (
         "edit_nft" not in page.partition("## Runs for the papers' claims")[2].partition("\n## ")[0]
     )

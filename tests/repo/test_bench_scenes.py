@@ -1,9 +1,13 @@
 """The command that prints the figures of the stickers verifiers."""
 
+from importlib.resources import files
+
 import pytest
 import scenes
 import torch
+import worlds
 from diffusers import AutoencoderKL
+from PIL import Image
 
 from flowrl.scenes.stickers.scenes import render
 from flowrl.scenes.world import Placed, Scene
@@ -57,7 +61,29 @@ def test_pictures_go_through_the_vae_of_a_folder(tmp_path, capsys):
     assert table(capsys, *words)["accepted through the VAE"] == ["0.00% of 2"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "vae"), [("pictures", "weights"), ("pictures", "masked"), ("motions", "wan")]
+)
+def test_what_shapes_draw_is_accepted_through_the_autoencoders_that_ship(kind, vae, capsys):
+    place = str(files("flowrl.shapes") / vae)
+    words = ("--world", "shapes", "--scenes", "6", "--kinds", kind, "--vae", place)
+    rows = table(capsys, *words)
+    for name in ("accepted as drawn", "accepted through the VAE", "refused: halved"):
+        assert rows[name] == ["100.00% of 6"]
+    assert rows["refused: another scene"][0].startswith("100.00%")
+
+
 def test_a_kind_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         scenes.main(["--kinds", "sounds"])
     assert "invalid choice: 'sounds'" in capsys.readouterr().err
+
+
+def test_both_worlds_are_drawn_on_one_page(tmp_path, capsys):
+    worlds.main(tmp_path / "worlds.webp")
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(",")[0] for line in said] == [
+        "stickers: 32 objects",
+        "shapes: 18 objects",
+    ]
+    assert Image.open(tmp_path / "worlds.webp").width > worlds.COLUMNS * worlds.CELL

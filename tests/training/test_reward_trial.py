@@ -211,11 +211,21 @@ def test_a_reward_that_is_only_measured_is_not_asked(pictures):
     assert said == [] and noise.keys() == {"jpeg"} and calls == []
 
 
-def test_a_reward_that_scores_nothing_is_left_to_the_loop(pictures):
-    said, noise = before(
-        {"jpeg": 1.0, "none": planted(lambda m, p, c: torch.full((len(m),), math.nan))}, pictures
-    )
-    assert said == [] and noise.keys() == {"jpeg"}
+def none_of(media, prompts, context):
+    return torch.full((len(media),), math.nan)
+
+
+def too_short(media, prompts, context):
+    raise ValueError("give at least 3 frames")
+
+
+@pytest.mark.parametrize(
+    ("reward", "why"),
+    [(none_of, "NaN or inf for 8 of 8 samples"), (too_short, "ValueError: give at least 3 frames")],
+)
+def test_a_reward_that_can_score_none_of_the_first_samples_stops_the_run(reward, why, pictures):
+    with pytest.raises(RewardBug, match=f'"none": 8 of 8 could not be scored; {why}.*=false if'):
+        before({"jpeg": 1.0, "none": planted(reward)}, pictures)
 
 
 def test_members_that_are_alone_in_the_chunk_are_left_out_for_a_reward_that_compares(pictures):
@@ -273,6 +283,17 @@ def test_the_samples_that_rewards_are_tried_on_are_the_runs_first(tmp_path):
     list(made)
     (first, prompts, group), (trained, again, _) = seen[0], seen[-1]
     assert group == [0, 0, 1, 1] and prompts == again and torch.allclose(first, trained, atol=1e-5)
+
+
+def test_a_motion_without_frames_enough_is_refused_by_a_dry_run(tmp_path):
+    changes = dict.fromkeys(("model", "data", "reward"), "shapes_motion") | {"model": "shapes-wan"}
+    changes |= {"model__pipeline__num_frames": "2", "guard__check_rewards": "true"}
+    words = small.words(tmp_path / "run", **changes)
+    result = small.invoke("train", *words, "--dry-run")
+    text = " ".join(result.output.split())
+    assert result.exit_code == 2 and not (tmp_path / "run" / "config.yaml").exists()
+    assert "the pipeline makes num_frames=1, and was asked for num_frames=2" in text
+    assert 'reward "shapes_motion": 4 of 4 could not be scored; ValueError: "' in text
 
 
 def narrowing(factor):

@@ -14,6 +14,7 @@ from flowrl.policy import Policy
 from flowrl.policy.load import as_policy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import load_set
+from flowrl.rollouts.asked import other_frames
 from flowrl.rollouts.inference.candidates import SampleRequest
 from flowrl.rollouts.inference.refine import Refine, refined
 from flowrl.rollouts.search import Search, searched
@@ -168,8 +169,8 @@ def _own_conditions(
 
 
 def _say_size(policy: Policy, media: Tensor) -> None:
-    """Warn where media are not of the size that was asked for."""
+    """Warn where media are not of the size, or of the number of frames, that was asked for."""
     if isinstance(policy, PipelinePolicy):
         unlike = policy.prober.runner.unlike_asked(media.shape[-2:])
-        if unlike:
-            logger.warning(unlike)
+        for sentence in filter(None, (unlike, other_frames(policy, media))):
+            logger.warning(sentence)

@@ -18,6 +18,7 @@ from flowrl.rewards import RewardBug, RewardSet, score
 from flowrl.rewards.checks.check import before_training, below_noise
 from flowrl.rewards.checks.contract import FEW
 from flowrl.rewards.core.domains import domains_of, is_asked
+from flowrl.rollouts.asked import other_frames
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime import registry
@@ -52,6 +53,8 @@ def try_rewards(parts: RunParts) -> dict[str, float]:
     """
     source, world = parts.source, parts.source.world
     batch, rollout, media = first_samples(parts, Ledger(source.policy.device))
+    if unlike := other_frames(source.policy, media):
+        logger.warning(f"model: {unlike}")
     members = rollout.group[: len(media)]
     rows = members.tolist()
     context = conditions.context_of([batch.meta[g] for g in rows], media, members)
