@@ -39,9 +39,10 @@ def check_index(source: str, index: Any) -> None:
     ]
     if unknown:
         raise ValueError(
-            f'model "{source}" is made of {", ".join(unknown)}, which diffusers does not have, and'
-            " code of a model's folder is not run; write a function without arguments that returns"
-            " the pipeline, and give model=path/to/file.py:NAME"
+            f'model "{source}" is made of {", ".join(unknown)}, which diffusers'
+            f" {diffusers.__version__} does not have, and code of a model's folder is not run;"
+            " install a newer diffusers if that has it, or write a function without arguments that"
+            " returns the pipeline, and give model=path/to/file.py:NAME"
         )
     lacking = [part for part in parts if not _is_there(Path(source), part, index[part])]
     if Path(source).is_dir() and lacking:

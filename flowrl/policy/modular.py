@@ -29,13 +29,6 @@ def index_of(name: str, how: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Read the index of a modular pipeline's folder or hub repository; None if it has none."""
     import diffusers
 
-    if getattr(diffusers, "ModularPipeline", None) is None:
-        if (Path(name) / MODULAR).is_file():
-            raise ValueError(
-                f'model "{name}" is a modular pipeline, which diffusers {diffusers.__version__}'
-                " does not have; install diffusers 0.42 or newer"
-            )
-        return None
     try:
         return diffusers.ModularPipeline.load_config(name, **how)
     except OSError:
@@ -80,7 +73,7 @@ def as_pipeline(pipe: Any) -> Any:
     """
     import diffusers
 
-    if not isinstance(pipe, getattr(diffusers, "ModularPipeline", None) or ()):
+    if not isinstance(pipe, diffusers.ModularPipeline):
         return pipe
     blocks = pipe.blocks  # a copy, so that other users of the pipeline keep theirs
     for block in _each(blocks):

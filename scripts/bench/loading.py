@@ -94,7 +94,7 @@ def costs(name: str) -> dict[str, tuple[float, float]]:
     with counted(parts) as checked:
         policy.self_check()
     runner = policy.prober.runner
-    runner.answers.clear()
+    runner.answers.kept.clear()
     with counted(parts) as once:
         for items in policy.prober.apart(policy.prober.record):
             runner.run(items, 4)

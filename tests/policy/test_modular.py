@@ -7,6 +7,7 @@ import diffusers
 import pytest
 import tiny
 import torch
+from diffusers import modular_pipelines
 from zoo import cases
 
 from flowrl import load_policy
@@ -131,13 +132,9 @@ def test_a_scale_that_the_guider_holds_is_no_argument_of_the_call(sd3):
         load_policy(sd3, guidance_scale=3.0)
 
 
-def test_what_cannot_be_loaded_is_said_in_a_sentence(sd3, tmp_path, monkeypatch):
+def test_blocks_without_components_are_refused(sd3):
     with pytest.raises(ValueError, match="AutoBlocks is blocks without components; give the pipel"):
         load_policy(sd3.blocks)
-    sd3.save_config(tmp_path)
-    monkeypatch.setattr(diffusers, "ModularPipeline", None)
-    with pytest.raises(ValueError, match="is a modular pipeline, which diffusers .* does not have"):
-        load_policy(tmp_path)
 
 
 def test_guiders_are_judged_by_what_they_do():
@@ -171,7 +168,7 @@ def test_guidance_between_branches_of_one_text_has_no_effect_and_is_refused():
 
 
 def test_a_loop_that_moves_its_latents_itself_is_refused():
-    from diffusers.modular_pipelines import EchoBlocks
-
+    if not hasattr(modular_pipelines, "EchoBlocks"):
+        pytest.skip(f"diffusers {diffusers.__version__} has no EchoBlocks")
     with pytest.raises(UnreplayableError, match='EchoBlocks has no component named "scheduler", w'):
-        load_policy(EchoBlocks().init_pipeline())
+        load_policy(modular_pipelines.EchoBlocks().init_pipeline())
