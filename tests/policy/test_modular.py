@@ -9,6 +9,8 @@ import tiny
 import torch
 from diffusers import modular_pipelines
 from zoo import cases
+from zoo.case import Case
+from zoo.modular import of
 
 from flowrl import load_policy
 from flowrl.policy.modular import as_pipeline
@@ -28,6 +30,17 @@ SAME = {
     "qwenimage": ({"negative_prompt": "a"}, {"negative_prompt": "a"}),
 }
 CASES = {name: cases()[f"modular_{name.replace('wan21', 'wan')}"] for name in SAME}
+# the embedded model's own parts, and the call of its config
+SHAPES = "shapes-sd3"
+SAME[SHAPES] = ({}, {})
+CASES[SHAPES] = Case(
+    make=lambda: of(
+        "StableDiffusion3AutoBlocks",
+        lambda: load_policy(SHAPES).pipe,
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
+    ),
+    call={"max_sequence_length": 12, "negative_prompt": ""},
+)
 
 
 def pair(name, lora=None):
@@ -37,7 +50,12 @@ def pair(name, lora=None):
     torch.manual_seed(0)  # of the adapters' first values
     modular = load_policy(case.make(), lora=lora, **case.call, **own)
     torch.manual_seed(0)
-    return tiny.policy(name, lora=lora, **classic), modular
+    made = (
+        load_policy(SHAPES, lora=lora)
+        if name == SHAPES
+        else tiny.policy(name, lora=lora, **classic)
+    )
+    return made, modular
 
 
 @pytest.mark.parametrize("name", SAME)
