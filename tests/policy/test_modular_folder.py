@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import diffusers
 import pytest
 import torch
 from huggingface_hub import constants
@@ -81,6 +82,14 @@ def test_an_index_that_names_no_pipeline_or_unknown_blocks(model):
     )
     (model / INDEX).write_text("[]")
     refused(model, f'its {INDEX} names no pipeline, "_class_name"')
+
+
+def test_a_guider_is_not_written_so_that_the_folder_has_that_of_the_blocks(tmp_path):
+    pipe = CASE.make()
+    pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=3.0))
+    as_pipeline(pipe).save_pretrained(tmp_path)
+    assert "guider" not in (tmp_path / INDEX).read_text()
+    assert diffusers.ModularPipeline.from_pretrained(tmp_path).guider.guidance_scale == 7.0
 
 
 def test_out_of_memory_stays_out_of_memory(model, monkeypatch):

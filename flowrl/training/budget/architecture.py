@@ -147,7 +147,7 @@ def _of_folder(source: str, folder: Path) -> Architecture:
         place = folder / whole if (folder / whole).is_dir() else _cached(whole) or Path(whole)
         config = place / (spec.get("subfolder") or part) / "config.json"
         if not config.is_file():
-            raise ValueError(f"{config} is missing, of which {found[0].name} says that it is")
+            raise ValueError(f"{config} is missing, of which {found} says that it is")
         own = json.loads(config.read_text(encoding="utf-8"))
         parts[part] = {**own, "_class_name": cls}
     pipeline = str(index["_class_name"]).replace("ModularPipeline", "Pipeline")
