@@ -7,7 +7,6 @@ import diffusers
 import pytest
 import tiny
 import torch
-from diffusers import modular_pipelines
 from zoo import cases
 from zoo.case import Case
 from zoo.modular import of
@@ -186,7 +185,5 @@ def test_guidance_between_branches_of_one_text_has_no_effect_and_is_refused():
 
 
 def test_a_loop_that_moves_its_latents_itself_is_refused():
-    if not hasattr(modular_pipelines, "EchoBlocks"):
-        pytest.skip(f"diffusers {diffusers.__version__} has no EchoBlocks")
     with pytest.raises(UnreplayableError, match='EchoBlocks has no component named "scheduler", w'):
-        load_policy(modular_pipelines.EchoBlocks().init_pipeline())
+        load_policy(cases()["modular_echo"].make())
