@@ -108,6 +108,7 @@ def test_a_hub_id_goes_the_way_of_a_folder(model, tmp_path, monkeypatch):
     (repository / "refs/branch").write_text(COMMIT)
     shutil.copytree(model, repository / "snapshots" / COMMIT)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     folder, hub = (load_policy(name, **CASE.call) for name in (model, "owner/repo@branch"))
     assert hub.replay.pipeline == folder.replay.pipeline == "StableDiffusion3AutoBlocks"
     for part in ("transformer", "vae", "text_encoder"):
