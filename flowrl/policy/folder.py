@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from huggingface_hub import constants
 
 from flowrl.runtime.paths import located, nearby
 
-INDEX = "model_index.json"
+INDEX, MODULAR = "model_index.json", "modular_model_index.json"
 # weight files of no variant; without the index, which lists shards
 PLAIN = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 OF_VARIANT = re.compile(r"(diffusion_pytorch_model|model)\.(\w+?)(-\d+-of-\d+)?\.safetensors")
@@ -20,34 +21,51 @@ POINTER = b"version https://git-lfs"
 
 
 def check_index(source: str, index: Any) -> None:
-    """ValueError if model_index.json names a part that is not there, or a pipeline or a part that
-    no installed package has: the code in a folder is never run."""
+    """ValueError if an index names a part that is not there, or a pipeline or a part that no
+    installed package has: the code in a folder is never run."""
     import diffusers
 
+    file = index_in(Path(source)) or INDEX
     name = index.get("_class_name") if isinstance(index, Mapping) else None
     if not name:
-        raise ValueError(f'model "{source}": its {INDEX} names no pipeline, "_class_name"')
+        raise ValueError(f'model "{source}": its {file} names no pipeline, "_class_name"')
     # a list names a file in the folder, and a class in that file
     own = name if isinstance(name, str) else name[-1]
     unknown = [] if own is name and hasattr(diffusers, own) else [str(own)]
-    parts = parts_of(index)
+    blocks, parts = index.get("_blocks_class_name"), parts_of(index)
+    unknown += [blocks] if blocks and not hasattr(diffusers, blocks) else []
     unknown += [
         f"{kind}.{cls} ({part})" for part, (kind, cls) in parts.items() if not _known(kind, cls)
     ]
     if unknown:
         raise ValueError(
-            f'model "{source}" is made of {", ".join(unknown)}, which diffusers does not have, and'
-            " code of a model's folder is not run; write a function without arguments that returns"
-            " the pipeline, and give model=path/to/file.py:NAME"
+            f'model "{source}" is made of {", ".join(unknown)}, which diffusers'
+            f" {diffusers.__version__} does not have, and code of a model's folder is not run;"
+            " install a newer diffusers if that has it, or write a function without arguments that"
+            " returns the pipeline, and give model=path/to/file.py:NAME"
         )
-    # a modular pipeline's index says of each part where it is
-    own_parts = [] if "_blocks_class_name" in index else parts
-    lacking = [part for part in own_parts if not (Path(source) / part).is_dir()]
+    lacking = [part for part in parts if not _is_there(Path(source), part, index[part])]
     if Path(source).is_dir() and lacking:
         raise ValueError(
-            f'model "{source}": its {lacking[0]} is missing: {INDEX} names it, and there is no'
-            f" {Path(source) / lacking[0]}"
+            f'model "{source}": its {lacking[0]} is missing: {file} names it, and there is no'
+            f" {Path(source) / lacking[0]}; fetch or save the model again"
         )
+
+
+def index_in(folder: Path) -> str | None:
+    """Name the index that a folder has, of a classic pipeline or of a modular one."""
+    return next((name for name in (INDEX, MODULAR) if (folder / name).is_file()), None)
+
+
+def _is_there(folder: Path, part: str, entry: list[Any]) -> bool:
+    """Whether a part lies in the folder, or elsewhere: the index of a modular pipeline says of each
+    part where it is, and what may be a hub id counts as there."""
+    spec = entry[2] if len(entry) == 3 else {"pretrained_model_name_or_path": "."}
+    own, place = spec.get("subfolder") or part, spec.get("pretrained_model_name_or_path")
+    if place is None or (folder / own).is_dir():
+        return True
+    beside = place in (".", str(folder))
+    return not beside and (not Path(place).is_absolute() or (Path(place) / own).is_dir())
 
 
 def parts_of(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -95,7 +113,7 @@ def not_a_model(source: str) -> str:
 
 
 def _for_file(path: Path) -> str:
-    if path.name == INDEX:
+    if path.name in (INDEX, MODULAR):
         return f"its folder is needed: {path.parent}"
     if path.suffix == ".py":
         return f"a function in it is needed: model={path}:NAME"
@@ -107,10 +125,10 @@ def _for_file(path: Path) -> str:
 
 
 def _for_folder(path: Path, error: Exception) -> str:
-    if (path / INDEX).is_file():
+    if index_in(path):
         return f"cannot be loaded: {_damaged(path) or first_sentence(error)}"
     whole = path.resolve().parent
-    near = f'; it is a part of "{path.parent}"' if (whole / INDEX).is_file() else ""
+    near = f'; it is a part of "{path.parent}"' if index_in(whole) else ""
     return f"is a folder without {INDEX}, which save_pretrained of a pipeline writes{near}"
 
 
@@ -121,17 +139,20 @@ def first_sentence(error: object) -> str:
 
 
 def _damaged(folder: Path) -> str | None:
-    """Name the first file of weights that cannot be read, and what to do; None if all can."""
+    """Name the first file that cannot be read, and what to do; None if all can."""
     from safetensors import SafetensorError, safe_open
 
-    for file in sorted(folder.rglob("*.safetensors")):
+    for file in sorted([*folder.rglob("*.json"), *folder.rglob("*.safetensors")]):
         try:
             with file.open("rb") as opened:
                 if opened.read(len(POINTER)) == POINTER:
                     return f"{file} is a pointer of git-lfs; run git lfs pull"
+            if file.suffix == ".json":
+                json.loads(file.read_text(encoding="utf-8"))
+                continue
             with safe_open(str(file), "pt"):
                 pass
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             return f"{file} was cut off or changed ({first_sentence(error)}); fetch it again"
     return None
 

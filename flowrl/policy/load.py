@@ -324,11 +324,9 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         if not Path(source).exists():
             name, how = hub.split(source)[0], hub.options(source)
         try:
-            index = DiffusionPipeline.load_config(name, **how)
+            index = _index_of(name, how)
         except OSError as error:
-            index = modular.index_of(name, how)
-            if index is None:
-                raise ValueError(why_not(source, error)) from error
+            raise ValueError(why_not(source, error)) from error
         check_index(source, index)
         blocks = "_blocks_class_name" in index
         if Path(source).is_dir() and not blocks:
@@ -351,6 +349,19 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
     if not Path(source).exists():
         hub.note(source)
     return pipe
+
+
+def _index_of(name: str, how: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read the index of a classic pipeline's folder or hub repository, or else of a modular one."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        return DiffusionPipeline.load_config(name, **how)
+    except OSError:
+        index = modular.index_of(name, how)
+        if index is None:
+            raise
+        return index
 
 
 def _check_whole(source: str, pipe: Any) -> None:

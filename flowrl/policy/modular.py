@@ -17,9 +17,10 @@ from typing import Any, cast
 
 import torch
 
+from flowrl.policy.folder import MODULAR, first_sentence
+from flowrl.runtime.memory import ran_out
 from flowrl.runtime.store import files
 
-INDEX = "modular_model_index.json"
 # outputs of blocks that are media, in the order in which they are looked for
 MEDIA = ("images", "videos", "image", "video")
 
@@ -28,16 +29,11 @@ def index_of(name: str, how: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Read the index of a modular pipeline's folder or hub repository; None if it has none."""
     import diffusers
 
-    if getattr(diffusers, "ModularPipeline", None) is None:
-        if (Path(name) / INDEX).is_file():
-            raise ValueError(
-                f'model "{name}" is a modular pipeline, which diffusers {diffusers.__version__}'
-                " does not have; install diffusers 0.42 or newer"
-            )
-        return None
     try:
         return diffusers.ModularPipeline.load_config(name, **how)
     except OSError:
+        if (Path(name) / MODULAR).is_file():
+            raise
         return None
 
 
@@ -50,8 +46,20 @@ def load(name: str, types: Mapping[str, torch.dtype], how: Mapping[str, Any]) ->
     loaded = {}
     for part in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(part)
-        if spec.pretrained_model_name_or_path is not None:  # None: the index lists it as absent
-            loaded[part] = spec.load(dtype=types.get(part, types["default"]))
+        place = spec.pretrained_model_name_or_path
+        if place is None:  # the index lists it as absent
+            continue
+        # what lies beside the index has its revision
+        own = {"pretrained_model_name_or_path": name, **how} if place in (".", name) else {}
+        try:
+            loaded[part] = spec.load(dtype=types.get(part, types["default"]), **own)
+        except Exception as error:
+            cause = error.__context__ or error  # diffusers' own error quotes that of the part
+            if ran_out(cause):
+                raise cause from None
+            where = f"{own.get('pretrained_model_name_or_path', place)}/{spec.subfolder or ''}"
+            said = first_sentence(cause)
+            raise ValueError(f"its {part}, {where}, should be fetched again: {said}") from error
     pipe.update_components(**loaded)
     return pipe
 
@@ -65,7 +73,7 @@ def as_pipeline(pipe: Any) -> Any:
     """
     import diffusers
 
-    if not isinstance(pipe, getattr(diffusers, "ModularPipeline", None) or ()):
+    if not isinstance(pipe, diffusers.ModularPipeline):
         return pipe
     blocks = pipe.blocks  # a copy, so that other users of the pipeline keep theirs
     for block in _each(blocks):
@@ -163,7 +171,7 @@ def _save(pipe: Any, kind: type, folder: Path, how: Mapping[str, Any]) -> None:
     own = copy.copy(pipe)
     own.__class__ = kind
     own.save_pretrained(str(folder), **{"overwrite_modular_index": True, **how})
-    place = folder / INDEX
+    place = folder / MODULAR
     index = json.loads(place.read_text(encoding="utf-8"))
     for entry in index.values():
         spec = entry[2] if isinstance(entry, list) and len(entry) == 3 else {}

@@ -132,7 +132,11 @@ class PipelinePolicy(Policy):
             if {"guidance", "boundary"} & set(runner.hints):
                 raise
             self.replay, self.steps = body_replay(self.places, str(error))
-        self.recorded, _ = self._scheduled(self.steps, self.places.recorded)
+        body = self.replay if isinstance(self.replay, BodyReplay) else None
+        try:
+            self.recorded, _ = self._scheduled(self.steps, self.places.recorded)
+        except UnreplayableError as error:
+            raise UnreplayableError(f"{body.why}; {error}" if body else str(error)) from error
         self.replay.combine = self._combine
         self.decoder: Decoder | TailDecoder | partial[Tensor]
         if "decode" in runner.hints:

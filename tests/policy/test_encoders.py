@@ -391,3 +391,12 @@ def test_loading_asks_for_a_prompt_once_and_keeps_what_the_denoisers_are_given(n
     for network, (calls, prompts, kept, given) in found.items():
         assert calls <= prompts + loading.AGAIN.get(name, 0), network
         assert kept <= 1.05 * given or name in loading.IN_VAIN, network
+
+
+@pytest.mark.parametrize("name", ["flux", "modular_helios"])
+def test_networks_compute_no_more_rows_at_the_start_than_is_allowed(name):
+    """In a replayed call, and in the loop's own body, which costs more."""
+    found = loading.costs(name)
+    assert all(load + check <= most for load, check, most in found.values()), found
+    assert found["transformer"][0] > 0 and found["transformer"][1] > 0
+    assert found["transformer"][2] == (loading.MOST if name == "flux" else loading.BODY)

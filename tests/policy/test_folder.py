@@ -86,7 +86,7 @@ def test_parts_that_no_package_has(model):
     file = model / "model_index.json"
     index = json.loads(file.read_text())
     file.write_text(json.dumps(index | {"unet": ["diffusers", "UNet9"], "vae": ["nobody", "V"]}))
-    refused(model, r"is made of diffusers.UNet9 \(unet\), nobody.V \(vae\), which diffusers does")
+    refused(model, r"is made of diffusers.UNet9 \(unet\), nobody.V \(vae\), which diffusers 0")
 
 
 def test_sources_that_are_no_models_folder(model, tmp_path):

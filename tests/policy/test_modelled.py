@@ -11,7 +11,7 @@ from diffusers.pipelines.flux import pipeline_flux_kontext
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 
 import flowrl
-from flowrl.policy import modular
+from flowrl.policy import folder, modular
 from flowrl.training.budget import call_shapes
 from flowrl.training.budget.architecture import read
 from flowrl.training.budget.modelled import ModelledPolicy
@@ -120,7 +120,7 @@ def test_a_modular_folder_is_budgeted_as_the_classic_one(tmp_path):
     """Its index says where each component is, which may be another folder."""
     ZOO["sd3"].make().save_pretrained(tmp_path / "classic")
     modular.as_pipeline(ZOO["modular_sd3"].make()).save_pretrained(tmp_path / "modular")
-    place = tmp_path / "modular" / modular.INDEX
+    place = tmp_path / "modular" / folder.MODULAR
     index = json.loads(place.read_text())
     index["vae"][2]["pretrained_model_name_or_path"] = str(tmp_path / "classic")
     place.write_text(json.dumps(index))

@@ -145,7 +145,7 @@ def test_a_pipeline_without_a_scheduler_is_refused():
     ("index", "said"),
     [
         (None, r"is made of UsualPipeline, own_pipelines.Net \(transformer\), own_pipelines.Dec"),
-        ({"_class_name": ["pipeline", "Mine"]}, "is made of Mine, which diffusers does not have,"),
+        ({"_class_name": ["pipeline", "Mine"]}, "is made of Mine, which diffusers 0"),
         ({"_class_name": "FluxPipelin"}, "is made of FluxPipelin, which"),
         ({}, 'its model_index.json names no pipeline, "_class_name"'),
         (

@@ -3,6 +3,7 @@ runs all of them."""
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_the_table_is_that_of_the_last_run_and_names_every_case():
     assert len(passing) >= 125 and len({r["pipeline"] for r in passing}) >= 95
     assert all(max(r["errors"].values()) <= 1e-4 for r in passing)
     assert all(cases()[r["name"]].refused for r in results if r["failed"])
+
+
+def test_each_reason_says_what_to_do_and_names_classes_that_pass():
+    results = pipelines.read(pipelines.KEPT)
+    passing = {r["pipeline"] for r in results if r["failed"] is None}
+    reasons = [case.refused for case in cases().values() if case.refused]
+    for reason in [*reasons, *untried(), *REFUSED.values()]:
+        _, semicolon, advice = reason.partition("; ")
+        assert semicolon, reason
+        assert {*re.findall(r"\w+(?:Pipeline|Blocks)\b", advice)} <= passing, reason
 
 
 def test_every_class_that_diffusers_exports_is_in_the_table_or_has_a_reason():

@@ -27,7 +27,7 @@ CELLS = [(model, card) for model in presets.MODELS for card in presets.DEVICES]
 def test_the_table_has_every_named_model_and_card_and_every_recipe():
     assert [(row[0], row[1]) for row in ROWS] == [(m, f"{card} GB") for m, card in CELLS]
     others = {"quickstart", "quickstart-edit", "quickstart-unet", "quickstart-video"}
-    assert {*options("experiment")} == {*presets.MODELS} | others and len(ROWS) == 33
+    assert {*options("experiment")} == {*presets.MODELS} | others and len(ROWS) == 51
 
 
 @pytest.mark.parametrize(("row", "cell"), zip(ROWS, CELLS, strict=True), ids=map(str, CELLS))

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.policy import modular
-from flowrl.policy.folder import INDEX
+from flowrl.policy.folder import INDEX, MODULAR, index_in
 from flowrl.policy.load import cast, resolve_source
 from flowrl.runtime import hub, yaml_text
 from flowrl.runtime.log import quiet
@@ -122,7 +121,7 @@ def _cached(name: str) -> Path | None:
     repo, revision = hub.split(name)
     if repo.count("/") != 1 or repo.startswith((".", "/")):
         return None
-    for name in (INDEX, modular.INDEX):
+    for name in (INDEX, MODULAR):
         found = try_to_load_from_cache(repo, name, revision=revision)
         if isinstance(found, str):
             return Path(found).parent
@@ -132,10 +131,10 @@ def _cached(name: str) -> Path | None:
 def _of_folder(source: str, folder: Path) -> Architecture:
     """Read the architecture of a folder in diffusers layout. A modular pipeline makes the calls of
     the classic one with its name, and its index says of each component where it is."""
-    found = [folder / name for name in (INDEX, modular.INDEX) if (folder / name).is_file()]
+    found = index_in(folder)
     if not found:
         raise ValueError(f"{folder} holds no {INDEX}; give the folder of a pipeline")
-    index = json.loads(found[0].read_text(encoding="utf-8"))
+    index = json.loads((folder / found).read_text(encoding="utf-8"))
     parts = {}
     for part, entry in index.items():
         if not isinstance(entry, list) or part.startswith(SKIPPED):
@@ -148,7 +147,7 @@ def _of_folder(source: str, folder: Path) -> Architecture:
         place = folder / whole if (folder / whole).is_dir() else _cached(whole) or Path(whole)
         config = place / (spec.get("subfolder") or part) / "config.json"
         if not config.is_file():
-            raise ValueError(f"{config} is missing, of which {found[0].name} says that it is")
+            raise ValueError(f"{config} is missing, of which {found} says that it is")
         own = json.loads(config.read_text(encoding="utf-8"))
         parts[part] = {**own, "_class_name": cls}
     pipeline = str(index["_class_name"]).replace("ModularPipeline", "Pipeline")

@@ -130,7 +130,8 @@ CASES: dict[str, Case] = {
         true_cfg_scale=1.0,
     ),
     "z_image_controlnet": Case(
-        refused="diffusers 0.42 itself fails where its ControlNet keeps a gradient",
+        refused="diffusers 0.42 itself fails where its ControlNet keeps a gradient;"
+        " use ZImagePipeline",
         make=z_image_controlled,
         call={**flows.CHAT, **CHEAP},
         conditions=CONTROL,

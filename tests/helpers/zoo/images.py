@@ -356,7 +356,7 @@ CASES: dict[str, Case] = {
         make=qwen_edit_plus, call=QWEN_CALL, conditions=PICTURES
     ),
     "qwen_layered": Case(
-        refused="diffusers 0.42 itself fails where it gives latents",
+        refused="diffusers 0.42 itself fails where it gives latents; use QwenImageEditPipeline",
         make=qwen_layered,
         call={"layers": 2, "true_cfg_scale": 3.0, "negative_prompt": "word"},
         conditions=tuple({"image": picture(i).convert("RGBA")} for i in (1, 2)),
@@ -365,12 +365,16 @@ CASES: dict[str, Case] = {
     "cogview4": Case(make=cogview4, call=SMALL),
     "hyimage": Case(make=hyimage, call=SMALL),
     "hyimage_meanflow": Case(
-        refused="the network is told the next noise level, which a single velocity does not name",
+        refused="the network is told the next noise level, which a single velocity does not name;"
+        " use the weights that are not distilled",
         make=hyimage_meanflow,
         call=SMALL,
     ),
     "hyimage_apg": Case(
-        refused="its guidance keeps a running mean over the steps", make=hyimage_apg, call=SMALL
+        refused="its guidance keeps a running mean over the steps;"
+        " give it a guider without momentum",
+        make=hyimage_apg,
+        call=SMALL,
     ),
     "prx": Case(  # one prompt at a time
         make=prx, call={**SMALL, "use_resolution_binning": False}

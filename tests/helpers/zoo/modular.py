@@ -98,10 +98,12 @@ CASES: dict[str, Case] = {
     ),
     "modular_hyvideo15": dataclasses.replace(
         case("HunyuanVideo15AutoBlocks", videos.CASES["hyvideo15_cfg"], negative_prompt="word"),
-        refused="a step of flow_grpo has no gradient there; the cause is not known",
+        refused="a step of flow_grpo has no gradient there, the cause is not known;"
+        " use HunyuanVideo15Pipeline",
     ),
     "modular_ideogram4": Case(
-        refused="it refuses the overlong prompt by which the length of texts is fixed",
+        refused="it refuses the overlong prompt by which the length of texts is fixed;"
+        " give its network as a module of your own",
         make=modular_parts.ideogram4,
         call={**flows.SIZE, "max_sequence_length": 64},
     ),
@@ -115,7 +117,8 @@ CASES: dict[str, Case] = {
         make=partial(of, "HeliosAutoBlocks", newer.helios, guider=UNGUIDED),
     ),
     "modular_echo": Case(
-        refused="its loop has no scheduler: it moves the latents itself",
+        refused="its loop has no scheduler, it moves the latents itself;"
+        " give its network as a module of your own",
         make=partial(modular_parts.assembled, "EchoBlocks"),
     ),
 }

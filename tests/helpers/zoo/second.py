@@ -34,7 +34,7 @@ FIXED: dict[str, tuple[str, ...]] = {
 }
 # cases that are refused with other arguments, though they pass with their own
 REFUSED = {
-    "ltx2_i2v/wide": "with guidance, each token has a time in both branches",
+    "ltx2_i2v/wide": "with guidance, each token has a time in both branches; set guidance_scale=1",
 }
 
 

@@ -142,7 +142,7 @@ def kolors(name: str):
     return sibling(getattr(hidden, name), unets.kolors)
 
 
-PERTURBED = "perturbed attention: its loop changes the network's attention"
+PERTURBED = "its loop changes the network's attention; use the class without PAG"
 CONTROL = flows.pictures("control_image")
 USUAL = {
     name: Case(make=partial(tiny.pipeline, name), call=tiny.CALLS[name]) for name in tiny.NAMES
@@ -156,13 +156,15 @@ CASES: dict[str, Case] = {
     ),
     "flux_control_inpaint": dataclasses.replace(
         case("FluxControlInpaintPipeline", FLOW["flux_control"], *both(MASKED, CONTROL)),
-        refused="a mask hides latents that lie between other channels",
+        refused="a mask hides latents that lie between other channels;"
+        " use FluxControlPipeline or FluxFillPipeline",
     ),
     "flux_kontext_inpaint": case("FluxKontextInpaintPipeline", FLOW["flux_kontext"], *MASKED),
     "chroma_img2img": case("ChromaImg2ImgPipeline", FLOW["chroma"], *PICTURES),
     "chroma_inpaint": dataclasses.replace(
         case("ChromaInpaintPipeline", FLOW["chroma"], *MASKED),
-        refused="diffusers 0.42 itself fails: it reads a setting that Chroma does not have",
+        refused="diffusers 0.42 itself fails, it reads a setting that Chroma does not have;"
+        " use ChromaImg2ImgPipeline",
     ),
     "flux2_klein_kv": case("Flux2KleinKVPipeline", FLOW["flux2_klein"]),
     "z_image_img2img": case("ZImageImg2ImgPipeline", FLOW["z_image"], *PICTURES),
@@ -187,7 +189,8 @@ CASES: dict[str, Case] = {
         call={**flows.SIZE, "use_pe": False},
     ),
     "ideogram4": Case(
-        refused="it refuses the overlong prompt by which the length of texts is fixed",
+        refused="it refuses the overlong prompt by which the length of texts is fixed;"
+        " give its network as a module of your own",
         make=partial(sibling, "Ideogram4Pipeline", modular_parts.ideogram4),
         call={
             **flows.SIZE,
@@ -208,13 +211,15 @@ CASES: dict[str, Case] = {
     "lucy_edit": Case(make=lucy, call=USUAL["wan21"].call, conditions=clips(5)),
     "cogview4_control": Case(make=cogview4_control, call=flows.SIZE, conditions=CONTROL),
     "easyanimate_control": Case(
-        refused="diffusers 0.42 itself fails: it encodes texts with an argument that is gone",
+        refused="diffusers 0.42 itself fails, it encodes texts with an argument that is gone;"
+        " use EasyAnimatePipeline",
         make=partial(easyanimate, "EasyAnimateControlPipeline", 12),
         call=VIDEO["easyanimate"].call,
         conditions=clips(5, 32, "control_video"),
     ),
     "easyanimate_inpaint": Case(
-        refused="diffusers 0.42 itself fails: it encodes texts with an argument that is gone",
+        refused="diffusers 0.42 itself fails, it encodes texts with an argument that is gone;"
+        " use EasyAnimatePipeline",
         make=partial(easyanimate, "EasyAnimateInpaintPipeline", 9),
         call=VIDEO["easyanimate"].call,
         conditions=clips(5, 32),

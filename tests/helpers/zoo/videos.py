@@ -310,7 +310,8 @@ CASES: dict[str, Case] = {
     "ltx_i2v": Case(make=partial(ltx, "LTXImageToVideoPipeline"), call=LTX, conditions=PICTURES),
     # one prompt at a time: every prompt of a call sees every picture
     "ltx_condition": Case(
-        refused="it draws fresh noise for the conditioning frames in each step",
+        refused="it draws fresh noise for the conditioning frames in each step;"
+        " use LTXImageToVideoPipeline",
         make=partial(ltx, "LTXConditionPipeline", shift=False, timestep_conditioning=True),
         call={**LTX, "decode_timestep": 0.05, "decode_noise_scale": 0.025},
         conditions=PICTURES,
@@ -355,7 +356,7 @@ CASES: dict[str, Case] = {
     ),
     "framepack": Case(make=framepack, call=FRAMEPACK, conditions=PICTURES),
     "framepack_windows": Case(
-        refused="it runs a loop for each window",
+        refused="it runs a loop for each window; ask for the num_frames of one",
         make=framepack,
         call={**FRAMEPACK, "num_frames": 9},
         conditions=PICTURES,

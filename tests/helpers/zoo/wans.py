@@ -232,16 +232,18 @@ CASES: dict[str, Case] = {
     "skyreels": Case(make=skyreels, call=TEXT),
     "skyreels_i2v": Case(make=skyreels_i2v, call=LOOKED, conditions=PICTURES),
     "skyreels_df": Case(
-        refused="the frames of one call are at several noise levels", make=skyreels_df, call=TEXT
+        refused="the frames of one call are at several noise levels; use SkyReelsV2Pipeline",
+        make=skyreels_df,
+        call=TEXT,
     ),
     # one prompt at a time: the frame rates of the rows are added to the wrong axis
     "skyreels_df_fps": Case(
-        refused="the frames of one call are at several noise levels",
+        refused="the frames of one call are at several noise levels; use SkyReelsV2Pipeline",
         make=partial(skyreels_df, inject_sample_info=True),
         call=TEXT,
     ),
     "skyreels_df_async": Case(
-        refused="the frames of one call are at several noise levels",
+        refused="the frames of one call are at several noise levels; use SkyReelsV2Pipeline",
         make=skyreels_df,
         call={**TEXT, "num_frames": 9, "ar_step": 1},
     ),
@@ -254,12 +256,14 @@ CASES: dict[str, Case] = {
         conditions=PICTURES,
     ),
     "cosmos1": Case(
-        refused="its step is no Euler step of the prediction that its network makes",
+        refused="its step is no Euler step of the prediction that its network makes;"
+        " use Cosmos2_5_PredictBasePipeline",
         make=cosmos1,
         call={**TEXT, **GUIDED},
     ),
     "cosmos1_v2w": Case(
-        refused="its conditioning frames are noised by each step's own sigma",
+        refused="its conditioning frames are noised by each step's own sigma;"
+        " use Cosmos2VideoToWorldPipeline",
         make=partial(cosmos1, "CosmosVideoToWorldPipeline", 5),
         call={**TEXT, **GUIDED},
         conditions=PICTURES,
@@ -270,7 +274,8 @@ CASES: dict[str, Case] = {
     "motif_video": Case(make=motif_video, call=MEDIUM),
     "chronoedit": Case(make=chronoedit, call=LOOKED, conditions=PICTURES),
     "chronoedit_reasoning": Case(
-        refused="a second loop on fewer frames follows the first",
+        refused="a second loop on fewer frames follows the first;"
+        " leave enable_temporal_reasoning out",
         make=chronoedit,
         call={
             **LOOKED,
@@ -282,7 +287,7 @@ CASES: dict[str, Case] = {
     ),
     "wan_animate": Case(make=wan_animate, call=ANIMATE, conditions=FACES),
     "wan_animate_segments": Case(
-        refused="it runs a loop for each segment",
+        refused="it runs a loop for each segment; give a video that is no longer than one",
         make=wan_animate,
         call=ANIMATE,
         conditions=tuple(
