@@ -135,7 +135,8 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
 def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument(odd, sentence):
     with pytest.raises(UnreplayableError) as refused:
         load_policy(loop(), odd=odd)
-    first = str(refused.value).partition("; Loop: ")[0]  # what its own loop body fails in may follow
+    # why its own loop body fails, too, may follow
+    first = str(refused.value).partition("; Loop: ")[0]
     assert first == sentence and issubclass(UnreplayableError, ValueError)
 
 
