@@ -3,7 +3,6 @@ nothing."""
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -153,7 +152,11 @@ def test_a_port_that_is_taken_is_said_or_another_one_found(served, run, monkeypa
     found = small.invoke("live", run, "--port", served.server_port)
     assert found.exit_code == 2 and f"--port {served.server_port} is taken" in found.output
     monkeypatch.setattr(live_page, "PORT", served.server_port)
-    monkeypatch.setattr(typer, "launch", lambda address: os.kill(os.getpid(), signal.SIGINT))
+
+    def interrupted(address):
+        raise KeyboardInterrupt  # as Ctrl-C does; a signal would go to whatever handler is set
+
+    monkeypatch.setattr(typer, "launch", interrupted)
     found = small.invoke("live", run, "--open")
     assert "http://127.0.0.1:" in found.output and str(served.server_port) not in found.output
 
