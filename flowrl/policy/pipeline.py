@@ -40,13 +40,7 @@ from flowrl.policy.replay.items import PromptItem, is_own, items_of
 from flowrl.policy.replay.places import Places, unlike
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.reach import Reader, cut, readers, surely_read
-from flowrl.policy.replay.record import (
-    DenoiserCall,
-    Encoding,
-    Runner,
-    denoisers_of,
-    prediction_of,
-)
+from flowrl.policy.replay.record import DenoiserCall, Encoding, Runner, denoisers_of, prediction_of
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.text import Encodings, check_encoded, check_staying, text_encoders
 from flowrl.policy.weights.merged import save_merged
@@ -134,7 +128,7 @@ class PipelinePolicy(Policy):
             self.replay, self.steps = body_replay(self.places, str(error))
         body = self.replay if isinstance(self.replay, BodyReplay) else None
         try:
-            self.recorded, _ = self._scheduled(self.steps, self.places.recorded)
+            self._schedules[self.steps], _ = self._scheduled(self.steps)
         except UnreplayableError as error:
             raise UnreplayableError(f"{body.why}; {error}" if body else str(error)) from error
         self.replay.combine = self._combine
@@ -292,7 +286,7 @@ class PipelinePolicy(Policy):
 
     def _picture(self, item: PromptItem) -> Tensor | None:
         """Return x0 (*L) of the picture that the loop starts from; None if it starts from noise."""
-        sigma = self.recorded.sigmas[0]
+        sigma = self._schedules[self.steps].sigmas[0]
         mean = self.prober.start(item, self.steps).mean
         if mean is None or not self.prober.runner.single or sigma > 1 - 1e-3:
             return None
@@ -300,7 +294,7 @@ class PipelinePolicy(Policy):
 
     def schedule(self, steps: int) -> Schedule:
         if steps not in self._schedules:
-            self._schedules[steps], why = self._scheduled(steps, self.places.runs)
+            self._schedules[steps], why = self._scheduled(steps)
             if why is not None:
                 logger.warning(
                     f"{self.replay.pipeline}: {why}; from now on the loop's own body is run, which"
@@ -309,23 +303,21 @@ class PipelinePolicy(Policy):
         self.places.runs[steps] = self.places.runs.pop(steps)  # it was asked for last
         return self._schedules[steps]
 
-    def _scheduled(
-        self, steps: int, runs: dict[int, tuple[int, Tensor]]
-    ) -> tuple[Schedule, str | None]:
+    def _scheduled(self, steps: int) -> tuple[Schedule, str | None]:
         """Read a schedule from a stubbed run, and compare the run with the replay. Where it does
         otherwise, the loop's own body takes the replay's place, or an UnreplayableError says that
         it cannot -> (the schedule, why the body does; None if it does not)."""
         found, run = self.prober.schedule(steps, self.coords)
         self.coords.time.add(found.sigmas[:-1], found.times)
-        runs[steps], why = self.places.seen(run), None
+        seen, why = self.places.add(steps, run), None
         if self.replay.regimes:
-            j = unlike(self.replay, run, runs[steps][1])
+            j = unlike(self.replay, run, seen[1])
             if j is not None:
                 why = f"at {steps} steps, iteration {j} does otherwise than the inferred call"
                 self.replay, _ = body_replay(self.places, why)
         rules = {regime.guidance.rule for regime in self.replay.regimes}
         if not rules or "pipeline" in rules:
-            self.places.check(steps, run, *runs[steps])
+            self.places.check(steps, run, *seen)
         return found, why
 
     def init(
@@ -335,7 +327,7 @@ class PipelinePolicy(Policy):
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        x = noise * self.coords.start(sigma, self.recorded)
+        x = noise * self.coords.start(sigma, self._schedules[self.steps])
         if not self.late:
             return x
         if cond is None or cond.starts is None or rows is None:

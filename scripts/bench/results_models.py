@@ -33,16 +33,18 @@ def models_table(done: Runs, others: Runs) -> str:
 
 def model_of(c: Cell) -> str:
     """The name of the model that a cell trains: the last that its settings state."""
-    return [word for word in c["settings"] if word.startswith("model=")][-1].partition("=")[2]
+    return _last(c, "model=")
+
+
+def _last(c: Cell, key: str) -> str:
+    """The value of the last of a cell's settings with a key."""
+    return [word for word in c["settings"] if word.startswith(key)][-1].removeprefix(key)
 
 
 def _rate(c: Cell) -> str:
     """The learning rate of a cell, and whether its claim sets it."""
-    rate = [word for word in c["settings"] if word.startswith("optimizer.lr=")][-1].partition("=")[
-        2
-    ]
     own = any(word.startswith("optimizer.lr=") for word in cells.CLAIMS[c["claim"]].words)
-    return f"{rate}, {'by hand' if own else 'tuned'}"
+    return f"{_last(c, 'optimizer.lr=')}, {'by hand' if own else 'tuned'}"
 
 
 def _row(runs: list[Cell], known: list[Cell] | None) -> list[str]:

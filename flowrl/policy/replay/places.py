@@ -34,20 +34,13 @@ class Places:
     prober: Prober  # runs the pipeline
     coords: Coords  # flow coordinates of its scheduler
     # number of steps -> (place in the timesteps where the loop starts, sigmas (J,) fp64 of its
-    # iterations): runs that were asked for, the one that was asked for last comes last
+    # iterations): the recorded run, then others; the one that was asked for last comes last
     runs: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
-    # the same of the recorded run, which counts where no run was asked for
-    recorded: dict[int, tuple[int, Tensor]] = field(default_factory=dict)
 
     def of(self, sigma: float) -> LoopPlace:
         """Find the place of a noise level: in the last run that has it, else between two steps of
         the last run."""
-        known = [
-            (steps, *run)
-            for runs in (self.runs, self.recorded)
-            for steps, run in reversed(runs.items())
-            if len(run[1]) > 1
-        ]
+        known = [(n, *run) for n, run in reversed(self.runs.items()) if len(run[1]) > 1]
         for steps, begin, sigmas in known:
             gap = (sigmas - sigma).abs()
             if gap.min() < SAME:
@@ -55,11 +48,12 @@ class Places:
         steps, begin, sigmas = known[0]
         return LoopPlace(steps=steps, begin=begin, at=max(1, int((sigmas > sigma).sum()) - 1))
 
-    def seen(self, run: list[RecordedStep]) -> tuple[int, Tensor]:
-        """Return what is known of a stubbed run, which must be the pipeline's newest."""
+    def add(self, steps: int, run: list[RecordedStep]) -> tuple[int, Tensor]:
+        """Remember a stubbed run, which must be the pipeline's newest -> its entry of `runs`."""
         scheduler, times = self.prober.runner.pipe.scheduler, torch.stack([it.time for it in run])
         sigmas = self.coords.sigmas_of(scheduler, times)[:-1]
-        return place_of(scheduler, times[0]), sigmas
+        self.runs[steps] = place_of(scheduler, times[0]), sigmas
+        return self.runs[steps]
 
     def check(self, steps: int, run: list[RecordedStep], begin: int, sigmas: Tensor) -> None:
         """UnreplayableError if the loop's own body cannot stand for a run: its first step, which
