@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from flowrl.runtime.paths import located, nearby
 
 INDEX, MODULAR = "model_index.json", "modular_model_index.json"
+TOKENIZER = "tokenizer_config.json"
 # weight files of no variant; without the index, which lists shards
 PLAIN = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 OF_VARIANT = re.compile(r"(diffusion_pytorch_model|model)\.(\w+?)(-\d+-of-\d+)?\.safetensors")
@@ -50,6 +51,13 @@ def check_index(source: str, index: Any) -> None:
             f'model "{source}": its {lacking[0]} is missing: {file} names it, and there is no'
             f" {Path(source) / lacking[0]}; fetch or save the model again"
         )
+    for part, (_, cls) in parts.items():
+        own = Path(source) / part
+        if "Tokenizer" in cls and own.is_dir() and not (own / TOKENIZER).is_file():
+            raise ValueError(
+                f'model "{source}": its {part} has no {TOKENIZER}, without which texts get other'
+                " tokens; fetch or save the model again"
+            )
 
 
 def index_in(folder: Path) -> str | None:

@@ -22,9 +22,10 @@ from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.policy.replay.blame import blaming
+from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.record import Encoding, denoisers_of
-from flowrl.policy.text import text_encoders
+from flowrl.policy.text import check_tokenizers, text_encoders
 from flowrl.policy.tokens import TokenPolicy
 from flowrl.policy.weights.parts import adapter_of
 from flowrl.policy.weights.quantised import check_kind, kind_of, quantise
@@ -39,6 +40,10 @@ from flowrl.runtime.typed_text import takes_text
 PARTS = ("denoiser", "text_encoder")
 DESCRIBED = "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
 TOKENS, OF_TOKENS = "tokens", ("mask", "empty")  # kind of a masked generator, and its arguments
+OTHERWISE = (
+    "hints can declare what is not inferred (docs/policies.md), and a network can be given without"
+    " its pipeline (docs/your_own_module.md)"
+)
 # name of the setting `encoding` in errors
 ENCODING = "encoding (model.encoders, model.prompt_cache)"
 
@@ -98,12 +103,15 @@ def load_policy(
         source = _pretrained(source, dtype or torch.float32)
         pipeline_kwargs = {**named, **pipeline_kwargs}
     source = modular.as_pipeline(source)
-    _check_fresh(source, parts, own_hints, adapted=lora is not None)
-    if type(source).__name__ == amused.CLASS:
-        amused.check_plain(parts, quantize, encoding, own_hints)
-    declare(source, own_hints)
     place = (dtype, device, quantize, encoding)
-    return _of_pipeline(source, place, lora, pipeline_kwargs, example, parts, split=split)
+    try:
+        _check_fresh(source, parts, own_hints, adapted=lora is not None)
+        if type(source).__name__ == amused.CLASS:
+            amused.check_plain(parts, quantize, encoding, own_hints)
+        declare(source, own_hints)
+        return _of_pipeline(source, place, lora, pipeline_kwargs, example, parts, split=split)
+    except UnreplayableError as error:
+        raise UnreplayableError(f"{error}; {OTHERWISE}") from error
 
 
 def _of_pipeline(
@@ -263,6 +271,7 @@ def _check_fresh(
                 f' "{own}"; pass that policy, or load the pipeline anew'
             )
     denoisers = denoisers_of(pipe, {**hints_for(pipe), **hints})
+    check_tokenizers(pipe)
     text = text_encoders(pipe) if "text_encoder" in parts else {}
     wrapped.check({**denoisers, **text}, denoisers, adapted=adapted)
 

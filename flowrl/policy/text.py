@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from flowrl.policy.replay.arguments import Cond, tensors_in
 from flowrl.policy.replay.call import Request
@@ -43,6 +44,27 @@ def text_encoders(pipe: Any) -> dict[str, nn.Module]:
         )
     placed = placed_in(pipe)
     return {name: part for name, part in found.items() if name in placed} or found
+
+
+def check_tokenizers(pipe: Any) -> None:
+    """ValueError for a text encoder whose tokenizer is None, and for a tokenizer without words: its
+    files lacked them, and it would give the same tokens for all texts."""
+    parts = pipe.components
+    for name, part in parts.items():
+        if name.startswith(TEXT) and part is not None:
+            own = name.replace(TEXT, "tokenizer")
+            if parts.get(own, part) is None:
+                raise ValueError(
+                    f"{type(pipe).__name__} has a {name} and no {own}; give it the tokenizer that"
+                    " the encoder was trained with"
+                )
+        if isinstance(part, PreTrainedTokenizerBase) and set(part.get_vocab()) <= set(
+            part.all_special_tokens
+        ):
+            raise ValueError(
+                f"the {name} of this {type(pipe).__name__} knows no words, so all texts would be"
+                " the same; fetch its files (tokenizer.json, or vocab.json and merges.txt) again"
+            )
 
 
 def check_encoded(names: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from safetensors.torch import load_file, save_file
 from zoo import cases
 
 import flowrl
+from flowrl import shapes
 from flowrl.config.compose import section_of
 from flowrl.policy.folder import first_sentence
 
+WHOLE = Path(shapes.__file__).parent / "weights"
 WEIGHTS = "unet/diffusion_pytorch_model.safetensors"
 
 
@@ -39,6 +42,25 @@ def test_a_whole_folder_is_loaded(model):
 def test_a_part_that_is_not_there(model):
     shutil.rmtree(model / "vae")
     refused(model, f"its vae is missing: model_index.json names it, and there is no {model}/vae")
+
+
+def test_a_tokenizer_without_its_config(model):
+    (model / "tokenizer/tokenizer_config.json").unlink()
+    refused(model, "its tokenizer has no tokenizer_config.json, without which texts get other")
+
+
+def test_a_tokenizer_without_its_words(tmp_path):
+    """Transformers makes some classes without them, and others it refuses."""
+    model = shutil.copytree(WHOLE, tmp_path / "model")
+    (model / "tokenizer/tokenizer.json").unlink()
+    refused(model, "the tokenizer of this StableDiffusion3Pipeline knows no words|cannot be loaded")
+
+
+def test_a_live_pipeline_without_a_tokenizer():
+    pipe = cases()["sd15"].make()
+    pipe.tokenizer = None
+    with pytest.raises(ValueError, match="has a text_encoder and no tokenizer; give it the"):
+        flowrl.load_policy(pipe)
 
 
 def test_a_network_without_its_config_or_its_weights(model):

@@ -135,9 +135,10 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
 def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument(odd, sentence):
     with pytest.raises(UnreplayableError) as refused:
         load_policy(loop(), odd=odd)
-    # why its own loop body fails, too, may follow
-    first = str(refused.value).partition("; Loop: ")[0]
-    assert first == sentence and issubclass(UnreplayableError, ValueError)
+    # why its own loop body fails, too, may follow, and then what else can be done
+    said, _, advice = str(refused.value).rpartition("; hints can declare what is not inferred ")
+    assert said.partition("; Loop: ")[0] == sentence and issubclass(UnreplayableError, ValueError)
+    assert advice.startswith("(docs/policies.md), and a network can be given without its pipeline")
 
 
 @pytest.mark.parametrize(
