@@ -105,7 +105,8 @@ def before_after(
         _check_lengths(count, verdicts=marks)
     # the sheet has a row of labels, then pairs with their prompts
     font = _font(cell)
-    step = 2 * cell + PAD + GAP, cell + _caption_height(2 * cell, prompts) + PAD
+    tall = max(picture.height for picture in both)  # wide pictures leave no empty rows
+    step = 2 * cell + PAD + GAP, tall + _caption_height(2 * cell, prompts) + PAD
     layout = Layout(columns=min(columns, count), corner=(GAP, _line_height(font) + 7), step=step)
     sheet = layout.sheet(count, below=GAP)
     _label_sides(sheet, layout, cell)
@@ -113,8 +114,9 @@ def before_after(
         x, y = layout.place(i)
         for side, pictures in enumerate(sides):
             verdict = None if verdicts is None else verdicts[side][i]
-            _paste(sheet, pictures[i], (x + side * (cell + PAD), y), cell, verdict)
-        _write(sheet, prompt, (x, y + cell + 4), 2 * cell + PAD, font)
+            corner = x + side * (cell + PAD), y - (cell - tall) // 2
+            _paste(sheet, pictures[i], corner, cell, verdict)
+        _write(sheet, prompt, (x, y + tall + 4), 2 * cell + PAD, font)
     return sheet
 
 

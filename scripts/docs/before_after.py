@@ -5,8 +5,9 @@
     python scripts/docs/before_after.py runs/video --output docs/images/before_after_video.webp
 
 Eight held-out prompts, each once: the first six that were wrong before training and are right after
-it, and the first two that are still wrong, in the order of the list. Nothing is chosen by its
-looks. An edit has its source at its left, and videos move.
+it, and the first two that are still wrong, in the order of the list. Where one picture of each
+prompt has too few of either, the list is gone through again, from other noise. Nothing is chosen by
+its looks. An edit has its source at its left, and videos move.
 """
 
 from __future__ import annotations
@@ -26,28 +27,42 @@ from flowrl.data.prompts import load_prompts
 from flowrl.report import grids
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "images" / "before_after.png"
-FIXED, FAILED = 6, 2
+FIXED, FAILED, ROUNDS = 6, 2, 4
 LEGEND = ((grids.ACCEPTED, "right, says the verifier"), (grids.REFUSED, "wrong"))
 FRAME, LAST = 160, 1200  # ms that a frame of a video is shown, and its last one
 
 
-def chosen(before: list[bool], after: list[bool]) -> list[int]:
-    """Places of the eight pairs, those that training fixed first. before, after: verdicts, (B,)."""
-    fixed = [i for i, was in enumerate(before) if not was and after[i]]
-    failed = [i for i, was in enumerate(before) if not was and not after[i]]
-    if len(fixed) < FIXED or len(failed) < FAILED:
-        raise SystemExit("the run has too few pairs of either kind; was it trained to its end?")
-    return fixed[:FIXED] + failed[:FAILED]
+def chosen(before: list[bool], after: list[bool], texts: list[str]) -> list[int] | None:
+    """Places of the eight pairs, those that training fixed first; None if there are too few.
+
+    before, after: verdicts, (B,); texts: prompts, (B,), each of which is taken once.
+    """
+    fixed: dict[str, int] = {}
+    failed: dict[str, int] = {}
+    wrong = [i for i, was in enumerate(before) if not was]
+    for i in wrong:
+        if after[i]:
+            fixed.setdefault(texts[i], i)
+    first = list(fixed.values())[:FIXED]
+    taken = {texts[i] for i in first}
+    for i in wrong:
+        if not after[i] and texts[i] not in taken:
+            failed.setdefault(texts[i], i)
+    if len(first) < FIXED or len(failed) < FAILED:
+        return None
+    return first + list(failed.values())[:FAILED]
 
 
-def judged(cfg: flowrl.Config, lora: Path | None, rows: list[Any]) -> tuple[Tensor, list[bool]]:
+def judged(
+    cfg: flowrl.Config, lora: Path | None, rows: list[Any], seed: int
+) -> tuple[Tensor, list[bool]]:
     """A picture or video of each prompt, as the run evaluates without guidance, and whether the
     verifier accepts it."""
     given = conditions.of(rows[:1])
     call = {**cfg.model.pipeline, "example": given[0] if given else None}
     policy = flowrl.load_policy(cfg.model.source, lora=lora, **call)
     how = {"steps": cfg.eval.steps, "solver": cfg.eval.solver}
-    media = flowrl.generate(policy, rows, guidance="none", seed=0, **how)
+    media = flowrl.generate(policy, rows, guidance="none", seed=seed, **how)
     return media, accepted(media, rows, cfg.data.eval.partition(":")[0])
 
 
@@ -105,15 +120,28 @@ def draw(run: Path, path: Path) -> None:
     """Write the picture of a run's folder to a file."""
     cfg = flowrl.load_config(run / "config.yaml")
     rows = [*{row["prompt"]: row for row in load_prompts(cfg.data.eval)}.values()]  # a text once
-    both = [judged(cfg, lora, rows) for lora in (None, run / "lora")]
-    first, *others = sheets(both, chosen(*(verdicts for _, verdicts in both)), rows)
+    seen: list[tuple[Tensor, list[bool]]] = []  # of the base and of the run
+    for seed in range(ROUNDS):
+        both = [judged(cfg, lora, rows, seed) for lora in (None, run / "lora")]
+        old = seen or [(media[:0], []) for media, _ in both]
+        seen = [
+            (torch.cat([was, media]), verdicts + new)
+            for (was, verdicts), (media, new) in zip(old, both, strict=True)
+        ]
+        every = rows * (seed + 1)
+        texts = [row["prompt"] for row in every]
+        if (places := chosen(*(verdicts for _, verdicts in seen), texts)) is not None:
+            break
+    else:
+        raise SystemExit("the run has too few pairs of either kind; was it trained to its end?")
+    first, *others = sheets(seen, places, every)
     if others:
         times = [FRAME] * len(others) + [LAST]
         first.save(path, save_all=True, append_images=others, duration=times, loop=0, lossless=True)
     else:
         first.save(path, optimize=True)
-    right = [sum(verdicts) for _, verdicts in both]
-    print(f"{path}: right {right[0]} of {len(rows)} before, {right[1]} after")
+    right = [sum(verdicts) for _, verdicts in seen]
+    print(f"{path}: right {right[0]} of {len(every)} before, {right[1]} after")
 
 
 if __name__ == "__main__":

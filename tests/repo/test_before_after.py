@@ -11,9 +11,12 @@ from flowrl.data.prompts import load_prompts
 def test_pairs_are_the_first_that_training_fixed_and_the_first_that_it_did_not():
     before = [False, True, *[False] * 10]
     after = [True, True, False, *[True] * 6, False, False, True]
-    assert before_after.chosen(before, after) == [0, 3, 4, 5, 6, 7, 2, 9]
-    with pytest.raises(SystemExit, match="too few pairs of either kind"):
-        before_after.chosen([False] * 8, [True] * 8)
+    texts = list("abcdefghijkl")
+    assert before_after.chosen(before, after, texts) == [0, 3, 4, 5, 6, 7, 2, 9]
+    # a text is shown once: place 4 has that of place 3, and 9 that of place 2
+    texts[4], texts[9] = "d", "c"
+    assert before_after.chosen(before, after, texts) == [0, 3, 5, 6, 7, 8, 2, 10]
+    assert before_after.chosen([False] * 8, [True] * 8, texts[:8]) is None
 
 
 @pytest.mark.parametrize(
