@@ -116,6 +116,7 @@ def test_an_edit_model_is_loaded_with_the_picture_of_its_prompt_and_what_it_make
     assert result.exit_code == 2 and 'that has a column "image" brings it' in result.output
 
 
+@pytest.mark.long
 def test_a_reward_that_cannot_score_says_why(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     EDITS.picture(EDITS.pair("remove the red circle", 0)[1]).save("0.png")

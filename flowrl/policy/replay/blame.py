@@ -68,6 +68,7 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
             " the steps (sampler.steps, --steps)"
         )
     where, read = _place(pipe, frames[calls[0] + 1 :] if calls else frames)
+    # a picture that the library itself names, and that nobody gave, is the whole reason
     absent = [name for name in _lacking(read or values, values) if _names(str(error), name)]
     if absent:
         return CallError(f"{own} needs {' and '.join(absent)}: {WAY}")
