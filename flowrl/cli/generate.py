@@ -178,7 +178,7 @@ def _say_next(place: str, row: dict[str, Any], reward: list[str] | None) -> None
     if row["file_name"].endswith(part("flowrl.data.media", "MEDIA_SUFFIXES")):
         world = drawn_by(row["model"])
         if world == "shapes_edit":  # files do not tell what was edited
-            if not reward:
+            if not reward and "image" not in row["pipeline"]:
                 next_steps(f"the same with --reward {world} -o FOLDER/ lists scores")
             return
         usual = {None: "clip", "shapes": "clip.preset=shapes"}.get(world, world)
@@ -315,23 +315,15 @@ def _check_quoted(prompts: list[str]) -> None:
 
 def _asked(prompts: list[str], columns: dict[str, str], model: str) -> list[Any]:
     """Load the prompts, and warn of words that the embedded model never saw, if it is one."""
-    from flowrl.config.compose import drawn_by
-    from flowrl.data.prompts import lists_of, of_words
+    from flowrl.config.compose import unseen_words
+    from flowrl.data.prompts import of_words
 
-    asked, world = of_words(prompts, columns), drawn_by(model)
-    if world is None:
-        return asked
-    from flowrl.runtime.log import logger
-    from flowrl.shapes.prompts import vocabulary, words
+    asked = of_words(prompts, columns)
+    texts = [row if isinstance(row, str) else row["prompt"] for row in asked]
+    if sentence := unseen_words(model, texts):
+        from flowrl.runtime.log import logger
 
-    texts = " ".join(row if isinstance(row, str) else row["prompt"] for row in asked)
-    known = vocabulary(lists_of(world).all_prompts())
-    if new := [word for word in dict.fromkeys(words(texts)) if word not in known]:
-        listed = ", ".join(new[:5]) + ", ..." * (len(new) > 5)
-        logger.warning(
-            f"the embedded model never saw these words: {listed}; all that it knows are"
-            f" {', '.join(sorted(known))}"
-        )
+        logger.warning(sentence)
     return asked
 
 

@@ -9,7 +9,7 @@ overwrite each other, in whatever order they come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,28 @@ def is_embedded(model: str) -> bool:
 
 def drawn_by(model: str) -> str | None:
     """Name the world that an embedded model draws, as data=NAME has it; None of other models."""
-    return DRAWS.get(_source_of(model), "shapes") if is_embedded(model) else None
+    source = _source_of(model)
+    return DRAWS.get(source, "shapes") if source.startswith("package:flowrl.") else None
+
+
+def unseen_words(model: str, texts: Iterable[str]) -> str | None:
+    """Write a sentence about words of these prompts that an embedded model never saw; None of other
+    models, or where it saw them all."""
+    from flowrl.data.prompts import lists_of  # imported here, because it takes seconds to load
+    from flowrl.shapes.prompts import vocabulary, words
+
+    world = drawn_by(model)
+    if world is None:
+        return None
+    known = vocabulary(lists_of(world).all_prompts())
+    new = [word for word in dict.fromkeys(words(" ".join(texts))) if word not in known]
+    if not new:
+        return None
+    listed = ", ".join(new[:5]) + ", ..." * (len(new) > 5)
+    return (
+        f"the embedded model never saw these words: {listed}; all that it knows are"
+        f" {', '.join(sorted(known))}"
+    )
 
 
 def _source_of(model: str) -> str:

@@ -153,8 +153,9 @@ def load(name: str, value: Any, *, listed: bool = False) -> Any:
     if not isinstance(value, str | Path):
         return value
     value = located(value)
-    moves = _moves("" if listed else name, value)
-    return _frames(str(value)) if moves else _picture(str(value), is_mask(name))
+    if _moves("" if listed else name, value):
+        return _frames(str(value), _version(value))
+    return _picture(str(value), _version(value), is_mask(name))
 
 
 def _moves(name: str, value: str | Path) -> bool:
@@ -165,8 +166,17 @@ def _moves(name: str, value: str | Path) -> bool:
     return Path(value).suffix.lower() in VIDEOS and pictures.has_frames(Path(value))
 
 
+def _version(path: Path) -> tuple[int, ...]:
+    """Tell a file from others that had its path earlier, or have it in another working directory;
+    empty: there is none."""
+    if not path.is_file():
+        return ()
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns
+
+
 @functools.lru_cache(KEPT)
-def _picture(path: str, alpha: bool) -> Image.Image:
+def _picture(path: str, version: tuple[int, ...], alpha: bool) -> Image.Image:
     picture = pictures.read_picture(Path(path), alpha=alpha)
     (red, green, blue, *clear) = picture.getextrema()
     if clear and all(low == high for low, high in (red, green, blue)):
@@ -183,7 +193,7 @@ def _stored(picture: PictureCell, alpha: bool) -> Any:
 
 
 @functools.lru_cache(16)
-def _frames(path: str) -> list[Image.Image]:
+def _frames(path: str, version: tuple[int, ...]) -> list[Image.Image]:
     return pictures.to_pil(pictures.read_frames(Path(path)))
 
 

@@ -150,4 +150,6 @@ def read(sentence: str, world: Language, kind: type[S]) -> S:
         near = did_you_mean(wrong, known)
         raise ValueError(f'"{sentence}": the {world.name} world has no word "{wrong}"{near}')
     like = f'; write it like "{example}"' if example else ", which has none"
+    if example and kind is Motion:
+        like += f" (its motions: {', '.join(world.motions)})"
     raise ValueError(f'"{sentence}" is no {kind.__name__.lower()} of the {world.name} world{like}')

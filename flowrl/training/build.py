@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule, trained
+from flowrl.config.compose import unseen_words
 from flowrl.config.facts import Facts, of_config
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
@@ -203,9 +204,10 @@ def warn(cfg: Config, policy: Policy, sentences: list[str], prompts: Prompts) ->
     """Warn about legal settings that a user hardly intends. prompts: all that the networks read,
     those to train on first."""
     policy.say_cut(row["prompt"] for row in prompts)
+    unseen = unseen_words(cfg.model.source, [row["prompt"] or "" for row in prompts])
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
-    for sentence in (*policy.unread(guidances, prompts[0]), *sentences):
+    for sentence in (*policy.unread(guidances, prompts[0]), *filter(None, [unseen]), *sentences):
         logger.warning(sentence)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small
@@ -13,6 +14,7 @@ from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.rollouts.inference import gallery
 from flowrl.scenes.shapes import EDITS
+from flowrl.training.build import warn
 
 FILES = ["0.png", "made.png"]
 
@@ -100,12 +102,40 @@ def test_an_edit_model_is_loaded_with_the_picture_of_its_prompt_and_what_it_make
     Path("one.jsonl").write_text(json.dumps(line))
     result, text = said("shapes-edit", "one.jsonl", "--steps", "1", "-o", "made.png")
     assert result.exit_code == 0 and "the same with --reward shapes_edit -o FOLDER/" in text
+    own = (line["prompt"], "--steps", "1", "-o", "own.png")
+    result, text = said("shapes-edit", *own, "--pipeline", "image=0.png")
+    assert result.exit_code == 0 and text == "own.png"
+    result, text = said("shapes-edit", *own)
+    assert result.exit_code == 2 and "InstructPix2PixPipeline needs image: a column of the" in text
+    assert "(generate: --pipeline NAME=VALUE)" in text and "ValueError" not in text
     Path("all.jsonl").write_text("".join(json.dumps(line | {"file": f}) + "\n" for f in FILES))
     words = ("score", *FILES, "--prompts", "all.jsonl", "--reward", "shapes_edit", "--json", "-")
     scores = [row["total"] for row in json.loads(small.invoke(*words).stdout)]
     assert len(scores) == 2 and scores[0] == 0  # a copy of the source
     result = small.invoke("score", "0.png", "--prompt", line["prompt"], "--reward", "shapes_edit")
     assert result.exit_code == 2 and 'that has a column "image" brings it' in result.output
+
+
+@pytest.mark.long
+def test_a_reward_that_cannot_score_says_why(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    EDITS.picture(EDITS.pair("remove the red circle", 0)[1]).save("0.png")
+    Path("one.jsonl").write_text('{"prompt": "remove the red circle", "image": "0.png"}')
+    for words in (["-o", "made.png", "--best-of", "2"], ["-o", "made/"]):
+        words = ["one.jsonl", "--steps", "1", "--reward", "shapes_edit", *words]
+        result, text = said("shapes-edit", *words)
+        assert result.exit_code == 0 and "WARNING not scored: shapes_edit: ValueError: " in text
+        assert "is about one red circle, and its source shows 0" in text
+
+
+def test_a_run_warns_of_words_that_its_embedded_model_never_saw(caplog):
+    """Other models are not known."""
+    nothing = SimpleNamespace(say_cut=list, unread=lambda *_: [])
+    for model, warned in (("shapes-wan", True), ("sd1.5", False)):
+        caplog.clear()
+        cfg = load_config(None, [f"model={model}", "data=shapes_motion", "reward=jpeg"])
+        warn(cfg, nothing, [], [{"prompt": "a taco moves left"}])
+        assert ("never saw these words: taco; all" in caplog.text) is warned
 
 
 def test_a_lora_to_generate_with_and_one_to_start_from_are_named_alike(tmp_path):

@@ -62,6 +62,18 @@ def test_a_condition_that_is_no_file_is_named_with_its_line(tmp_path, row, said)
         load_prompts(written(tmp_path, "prompts.jsonl", [{"prompt": "a", **row}]))
 
 
+def test_another_picture_of_the_same_path_is_read_anew(tmp_path, monkeypatch):
+    """Saved again, or named from another working directory."""
+    found = []
+    for folder, color in (("a", "red"), ("a", "lime"), ("b", "blue")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        Image.new("RGB", (2, 2), color).save("0.png")
+        found.append(conditions.load("image", "0.png").getpixel((0, 0)))
+    assert found == [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
+    assert conditions.load("image", "0.png") is conditions.load("image", "0.png")
+
+
 def test_an_unreadable_picture_is_one_sentence(tmp_path):
     (tmp_path / "bad.png").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"bad.png cannot be read"):

@@ -1,13 +1,19 @@
 """Suites and prompt files: read as benchmarks publish them, refused in one sentence."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from flowrl.config.compose import options
-from flowrl.evaluation.suites import prompt_files
+from flowrl.config.load import load_config
+from flowrl.evaluation.held_out import Sampling
+from flowrl.evaluation.suites import prompt_files, runs
 from flowrl.evaluation.suites import suite as suites
 from flowrl.rewards.core.find import check_settings
 from flowrl.rewards.core.questions import complaint
 
+WORLDS = ("shapes", "stickers")
 HEAD = (
     "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,"
     "question_natural_language"
@@ -34,6 +40,30 @@ def test_every_suite_that_ships_is_readable_and_names_rewards_that_exist(name):
         own = entry if isinstance(entry, dict) else {}
         check_settings(label, own, what=name, prefix="")
     assert suite.prompts or "https://" in suite.origin
+
+
+@pytest.mark.parametrize("name", [n for n in options("suite") if n.startswith(WORLDS)])
+def test_suites_of_the_worlds_fit_their_prompts(name, tmp_path):
+    """Suites of edits have the source in their prompts, and refuse prompts without."""
+    task = suites.prepare(name, suites.load(name))
+    assert task.prompts and task.suite.headline.partition("/")[0] in task.rewards.rewards
+    if name.endswith("_edit"):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": task.prompts[0]["prompt"]}))
+        own = task.suite.model_copy(update={"prompts": str(tmp_path / "a.jsonl")})
+        with pytest.raises(ValueError, match='needs the context column "source"'):
+            suites.prepare(name, own)
+
+
+def test_prompts_with_the_same_pictures_continue_a_stopped_evaluation():
+    task = suites.prepare("shapes_edit", suites.load("shapes_edit"))
+    sampling = Sampling(steps=2, guidance="none")
+    again = [{**row, "image": row["image"].copy()} for row in task.prompts]
+    other = [{**row, "image": row["image"].rotate(90)} for row in task.prompts]
+    first, same, changed = (
+        runs._key(replace(task, prompts=prompts), load_config(), sampling, None)
+        for prompts in (task.prompts, again, other)
+    )
+    assert first == same != changed
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from zoo.case import PROMPTS, picture
 from flowrl import generate, load_policy
 from flowrl.policy.check import relative
 from flowrl.policy.load import PipelinePolicy
+from flowrl.policy.replay import blame
 from flowrl.policy.replay.errors import CallError, TooFewSteps
 
 PICTURE = picture(1)
@@ -38,7 +39,7 @@ def failing(*_, **__):
         ("sd3", {"guidance_scale": "a"}, "TypeError: '>' not .*: height=16, .*guidance_scale='a'$"),
         ("sd15_inpaint", {"image": PICTURE}, "in preprocess: .*it may need mask_image: a column"),
         ("flux_fill", {}, "it may need image and mask_image: a column of the prompts"),
-        ("sd15_controlnet", {}, "in check_inputs: .*it may need image: a column of the prompts"),
+        ("sd15_controlnet", {}, "^StableDiffusionControlNetPipeline needs image: a column of the"),
         ("svd", {}, "^StableVideoDiffusionPipeline needs 'image': a column of the prompts"),
     ],
 )
@@ -46,7 +47,16 @@ def test_the_arguments_that_could_matter_are_named_and_no_others(name, call, sai
 
     case = cases()[name]
     found = refused(case.make(), **{**case.call, **call})
-    assert re.search(said, found) and ("with steps=8 is recorded" in found or name == "svd")
+    assert re.search(said, found) and ("with steps=8 is recorded" in found or " needs " in found)
+
+
+def test_pictures_are_written_by_number_and_size():
+    pipe = tiny.pipeline("sd15")
+    given = {"image": [PICTURE] * 9, "last": PICTURE, "height": 16}
+    said = blame._advice(pipe, given, "sizes", list(given), given)
+    assert said.endswith(
+        "image=9 pictures, the first 16 x 16 pixels, last=16 x 16 pixels, height=16"
+    )
 
 
 def test_a_part_that_fails_by_itself_is_no_fault_of_an_argument():

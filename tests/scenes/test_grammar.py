@@ -69,7 +69,7 @@ def test_the_grammar_has_room_for_every_prompt_of_shapes():
         ("a cat on a red background", Picture, 'has no word "red"'),
         ("two cat", Picture, '"two cat" is no picture of the stickers world; write it like "an'),
         ("a cat jumps", Motion, '"a cat jumps" is no motion of the stickers world; write it like'),
-        ("a cat", Motion, '"a cat" is no motion'),
+        ("a cat", Motion, "(its motions: moves left, moves right, moves up, moves down, appears, "),
         ("a cat moves left", Edit, "is no edit of the stickers world; write it like"),
         ("remove the cat on a blue background", Edit, "is no edit"),
     ],

@@ -190,7 +190,12 @@ def _key(task: Task, cfg: Config, sampling: Sampling, baseline: float | str | No
         *filter(None, (sampling.height, sampling.width)),
         baseline,
     ]
-    return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
+    return _digest(json.dumps(parts, sort_keys=True, default=_stable).encode())
+
+
+def _stable(value: Any) -> str:
+    """Represent a picture by its bytes: its text names a place in memory."""
+    return _digest(value.tobytes()) if hasattr(value, "tobytes") else str(value)
 
 
 def _digest(content: bytes) -> str:

@@ -16,6 +16,7 @@ import pydantic
 
 from flowrl.config.compose import config_folder, options, read_yaml
 from flowrl.config.section import Guidance
+from flowrl.data.conditions import has_source
 from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.suites import prompt_files
@@ -198,6 +199,7 @@ def prepare(name: str, suite: Suite) -> Task:
     _check_names(name, suite)
     prompts = _prompts(name, suite)
     rewards = _rewards(name, suite)
+    check_needs(rewards, ("meta", "group", *["source"] * has_source(prompts)))
     check_meta(rewards, {suite.prompts or "": prompts})
     _check_categories(name, suite, prompts)
     rewards = by_dimension(rewards) if suite.category == BY_QUESTION else rewards
@@ -235,7 +237,6 @@ def _rewards(name: str, suite: Suite) -> RewardSet:
             f'suite "{name}": {groupwise[0]} compares the members of a group, and a suite judges'
             " each image by itself"
         )
-    check_needs(rewards, ("meta", "group"))
     return rewards
 
 

@@ -7,11 +7,12 @@ import contextlib
 import inspect
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from PIL import Image
 from torch import nn
 
 from flowrl.policy.replay.errors import CallError, TooFewSteps, UnreplayableError
@@ -23,7 +24,10 @@ from flowrl.runtime.text import printable
 ABOUT_TYPES = r"dtype|scalar type|Input type|should be the same"
 # arguments that make a loop leave out steps
 SHORTENING = ("strength", "denoising_start", "denoising_end")
-WAY = "a column of the prompts (or conditions=), or one value for all, model.pipeline.NAME"
+WAY = (
+    "a column of the prompts (or conditions=), or one value for all, model.pipeline.NAME"
+    " (generate: --pipeline NAME=VALUE)"
+)
 BLIND = (
     f"it has an IP-Adapter and no picture for it: give ip_adapter_image, {WAY}, or take the adapter"
     " out with pipe.unload_ip_adapter()"
@@ -64,6 +68,10 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
             " the steps (sampler.steps, --steps)"
         )
     where, read = _place(pipe, frames[calls[0] + 1 :] if calls else frames)
+    # a picture that the library itself names, and that nobody gave, is the whole reason
+    absent = [name for name in _lacking(read or values, values) if _names(str(error), name)]
+    if absent:
+        return CallError(f"{own} needs {' and '.join(absent)}: {WAY}")
     message = message or str(traceback.extract_tb(error.__traceback__)[-1].line)
     advice = _advice(pipe, given, str(error), read or tuple(values), values)
     last = frames[-1].f_code.co_filename
@@ -88,15 +96,15 @@ def _advice(
     call, with their values."""
     if re.search(ABOUT_TYPES, message) and (types := _types_of(pipe)):
         return f"its networks are of different types ({types}): give them one, as pipe.to(...) does"
-    named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", message)]
+    named = [name for name in given if _names(message, name)]
     if not named and _blind(pipe, given):
         return BLIND
-    lacking = [name for name in read if is_picture(name) and values.get(name, 0) is None]
+    lacking = _lacking(read, values)
     if not named and lacking:
         return f"it may need {' and '.join(lacking)}: {WAY}"
     could = named or [name for name in given if name in read]
     if could or "prompt" in read:
-        each = ", ".join(f"{name}={given[name]!r}" for name in could) or "the prompts"
+        each = ", ".join(f"{name}={_short(given[name])}" for name in could) or "the prompts"
         return f"correct or leave out what model.pipeline or the prompts give: {printable(each)}"
     absent = [name for name, part in pipe.components.items() if part is None]
     if absent and hasattr(pipe, "update_components"):  # a modular pipeline
@@ -105,6 +113,24 @@ def _advice(
         "no argument that model.pipeline or the prompts give is read; does the pipeline run by"
         " itself, as pipe(prompt)? If not, its parts do not fit together"
     )
+
+
+def _lacking(read: Iterable[str], values: Mapping[str, Any]) -> list[str]:
+    """Arguments of pictures that are read, and that nobody gave."""
+    return [name for name in read if is_picture(name) and values.get(name, 0) is None]
+
+
+def _names(message: str, argument: str) -> bool:
+    return re.search(rf"\b{re.escape(argument)}\b", message) is not None
+
+
+def _short(value: Any) -> str:
+    """Write a value into a sentence: pictures by number and size, which their texts do not tell."""
+    if isinstance(value, list) and value and all(isinstance(v, Image.Image) for v in value):
+        return f"{len(value)} pictures, the first {_short(value[0])}"
+    if isinstance(value, Image.Image):
+        return f"{value.width} x {value.height} pixels"
+    return repr(value)
 
 
 def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, Sequence[str]]:

@@ -18,10 +18,12 @@ from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.rollouts.scorer import media_of
 from flowrl.rollouts.velocity import passes
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.log import logger
+from flowrl.runtime.text import printable
 from flowrl.samplers import keys, tree
 from flowrl.samplers.common.forest import NodeKeys
 from flowrl.samplers.plan import nfe
-from flowrl.types import MediaContext, Plan, Rollout, Solver
+from flowrl.types import MediaContext, Plan, Rewards, Rollout, Solver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +93,15 @@ class SampleRequest:
     def scores(self, media: Tensor, whose: Sequence[int], rewards: RewardSet) -> Tensor:
         """Score media (n, *D) of prompts `whose` -> (n,) fp32 on the CPU, -inf if it failed."""
         texts = [self.texts[p] for p in whose]
-        total = score(media, texts, rewards, self.context(whose, media)).total
-        return total.nan_to_num(-torch.inf).cpu()
+        scored = score(media, texts, rewards, self.context(whose, media))
+        say_problem(scored)
+        return scored.total.nan_to_num(-torch.inf).cpu()
+
+
+def say_problem(scored: Rewards) -> None:
+    """Warn of the first sample that could not be scored."""
+    for problem in scored.errors[:1]:
+        logger.warning(f"not scored: {printable(problem)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

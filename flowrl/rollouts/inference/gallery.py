@@ -18,6 +18,7 @@ from flowrl.data.conditions import context_of
 from flowrl.policy import Policy
 from flowrl.report import grids
 from flowrl.rewards import score
+from flowrl.rollouts.inference.candidates import say_problem
 from flowrl.rollouts.inference.generate import generate
 from flowrl.runtime.log import Progress, warned_once
 from flowrl.runtime.store import files, lines
@@ -121,6 +122,7 @@ def _add_scores(rows: Sequence[Row], made: Tensor, rewards: Any, meta: Any) -> N
     if rewards is not None:
         seen = context_of(meta or [row.get("entry", {}) for row in rows], made)
         found = score(made, [row["prompt"] for row in rows], rewards, seen)
+        say_problem(found)
         for i, row in enumerate(rows):
             row["scores"] = {name: plain(values[i]) for name, values in found.raw.items()}
             row["total"] = plain(found.total[i])
