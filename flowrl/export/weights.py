@@ -40,8 +40,8 @@ def export(order: Order) -> list[Path]:
 
 
 def kinds_of(pipe: Any) -> dict[str, str]:
-    """Return the class of each part of a pipeline, that of the pipeline as "", and that of a modular
-    pipeline's blocks as "blocks"."""
+    """Return the class of each part of a pipeline, that of the pipeline as "", and that of the
+    blocks of a modular one as "blocks"."""
     parts = {name: type(part).__name__ for name, part in pipe.components.items()}
     blocks = {"blocks": type(pipe.blocks).__name__} if hasattr(pipe, "blocks") else {}
     return {"": type(pipe).__name__, **blocks, **parts}

@@ -18,6 +18,7 @@ SAME_TEXT = (
     ' give its call negative_prompt="", or use guidance="none"'
 )
 
+
 @dataclass
 class Guidance:
     """A rule that combines outputs, in their type and in the pipelines' order of operations, so
