@@ -105,7 +105,10 @@ def train(
             hint = f"{what} {trainer.path}" if left else ""
         stop(error, 1, hint="" if ran_out(error) else hint)  # its sentence says how to go on
     if trainer.world.main:
-        _conclude(run, readable=trainer.policy.has_lora_format, prompt=to_try(trainer.cfg))
+        policy, cfg = trainer.policy, trainer.cfg
+        # the usual number of steps may be more than there are tokens
+        more = f" --steps {cfg.sampler.steps}" if policy.unmasks else ""
+        _conclude(run, readable=policy.has_lora_format, prompt=to_try(cfg) + more)
 
 
 def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:

@@ -544,6 +544,11 @@ RULES = (
         )
         for section in ("sampler", "eval")
     ),
+    Rule(
+        ("eval.solver", "policy.unmasks"),
+        "{0} solves the ODE of flows, and a masked generator draws tokens; leave it out",
+        when=lambda solver, unmasks: unmasks and solver != "euler",
+    ),
     Rule(("method.unmasks", "policy.unmasks", "algorithm.label"), _unmasked),
     Rule(
         ("method.unmasks", "model.source", "algorithm.label"),

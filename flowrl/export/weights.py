@@ -40,9 +40,11 @@ def export(order: Order) -> list[Path]:
 
 
 def kinds_of(pipe: Any) -> dict[str, str]:
-    """Return the class of each part of a pipeline, and that of the pipeline as ""."""
+    """Return the class of each part of a pipeline, that of the pipeline as "", and that of the
+    blocks of a modular one as "blocks"."""
     parts = {name: type(part).__name__ for name, part in pipe.components.items()}
-    return {"": type(pipe).__name__, **parts}
+    blocks = {"blocks": type(pipe.blocks).__name__} if hasattr(pipe, "blocks") else {}
+    return {"": type(pipe).__name__, **blocks, **parts}
 
 
 def _kinds(source: str) -> dict[str, str] | None:
@@ -52,7 +54,8 @@ def _kinds(source: str) -> dict[str, str] | None:
     except ValueError:
         return None
     parts = {name: str(config["_class_name"]) for name, config in read.parts.items()}
-    return {"": read.pipeline, **parts}
+    blocks = read.settings.get("_blocks_class_name")
+    return {"": read.pipeline, **({"blocks": blocks} if blocks else {}), **parts}
 
 
 def layout(kinds: Mapping[str, str], form: str) -> Family | None:

@@ -108,8 +108,8 @@ class Policy:
         if height is None and width is None:
             return self
         raise ValueError(
-            "eval.height and eval.width ask a pipeline for samples of another size, and the model"
-            " is a plain network, whose samples have one; leave them out"
+            "eval.height and eval.width ask for samples of another size, and those of this model"
+            " have one; leave them out"
         )
 
     def say_cut(self, prompts: Iterable[str | None]) -> None:

@@ -34,6 +34,7 @@ from flowrl.policy.replay.decode import (
 from flowrl.policy.replay.describe import describe
 from flowrl.policy.replay.embedded import embedded
 from flowrl.policy.replay.errors import CallError, UnreplayableError
+from flowrl.policy.replay.guidance import SAME_TEXT
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
 from flowrl.policy.replay.items import PromptItem, is_own, items_of
@@ -245,6 +246,9 @@ class PipelinePolicy(Policy):
             for name in given
             if name not in read
         ]
+        alike = any(regime.guidance.alike for regime in self.replay.regimes)
+        if alike and "pipeline" in guidances:
+            sentences.append(f"the pipeline's own guidance {SAME_TEXT}")
         negative = [name for name in given if name.startswith("neg") and name in read]
         if negative and all(self.branches(guidance) == 1 for guidance in guidances):
             how = " and ".join(dict.fromkeys(map(str, guidances)))

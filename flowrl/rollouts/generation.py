@@ -66,7 +66,12 @@ def sample(
 
 def path_of(policy: Policy, steps: int, solver: Solver) -> Plan:
     """The plan of samples that are not trained: ODE, or for a masked generator the unmasking of its
-    tokens in random order, at temperature 1."""
+    tokens in random order, at temperature 1. ValueError for a solver there."""
+    if policy.unmasks and solver != "euler":
+        raise ValueError(
+            f"solver={solver} solves the ODE of flows, and a masked generator draws tokens; leave"
+            " it out"
+        )
     sigmas = policy.schedule(steps).sigmas
     return plan.unmask(sigmas) if policy.unmasks else plan.ode(sigmas, solver=solver)
 

@@ -13,9 +13,12 @@ import small
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from zoo.modular import of
 
 import flowrl
+from flowrl.export import weights
 from flowrl.policy import load_policy
+from flowrl.policy.modular import as_pipeline
 from flowrl.runtime.store import checkpoint
 
 NAME = "pytorch_lora_weights.safetensors"
@@ -175,6 +178,25 @@ def changed(run, tmp_path, source=None, **train):
     settings["model"]["source"] = source or settings["model"]["source"]
     (other / "config.yaml").write_text(yaml.safe_dump(settings))
     return other
+
+
+def test_the_card_of_a_modular_pipeline_loads_it_as_diffusers_does(run, tmp_path):
+    """Without negative_prompt="" it has no guidance."""
+    pipe = as_pipeline(of("StableDiffusion3AutoBlocks", base))
+    pipe.save_pretrained(tmp_path / "model")
+    other, call = changed(run, tmp_path, source=str(tmp_path / "model")), {"negative_prompt": ""}
+    settings = yaml.safe_load((other / "config.yaml").read_text())
+    settings["model"]["pipeline"] = call | {"max_sequence_length": 12}
+    (other / "config.yaml").write_text(yaml.safe_dump(settings))
+    shutil.copytree(run / "lora", other / "lora")
+    export(other, "-o", tmp_path / "lora")
+    text, code = (tmp_path / "lora/README.md").read_text(), code_of(tmp_path / "lora")
+    assert "| pipeline | StableDiffusion3AutoBlocks |" in text and "negative_prompt=''," in code
+    code = code.replace("path/to/the/base/model", str(tmp_path / "model"))
+    names = {}
+    exec(code.replace('"lora"', f'"{tmp_path / "lora"}"').partition("out = ")[0], names)
+    assert names["pipe"].transformer.peft_config["run"].r == 16
+    assert weights.kinds_of(pipe)["blocks"] == "StableDiffusion3AutoBlocks"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Modular pipelines are policies like classic ones: the same velocities, media and training."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import diffusers
@@ -179,6 +180,9 @@ def test_guidance_between_branches_of_one_text_has_no_effect_and_is_refused():
     with pytest.raises(ValueError, match='guidance=4.0 has no effect: .* negative_prompt=""'):
         policy.velocity(x, sigma, cond, rows, guidance=4.0)
     policy.velocity(x, sigma, cond, rows, guidance="none")
+    said = 'the pipeline\'s own guidance has no effect: .* give its call negative_prompt="", or use'
+    [sentence] = policy.unread(["none", "pipeline"])
+    assert re.match(said, sentence) and not policy.unread(["none"])
 
 
 def test_a_loop_that_moves_its_latents_itself_is_refused():

@@ -60,7 +60,7 @@ def test_a_size_that_the_pipeline_refuses_is_said_with_the_setting(tmp_path):
 
 
 def test_a_plain_network_has_one_size():
-    with pytest.raises(ValueError, match="eval.height and eval.width ask a pipeline"):
+    with pytest.raises(ValueError, match="another size, and those of this model have one"):
         load_policy(tiny.ToyFlow(), shape=(2,), cond=lambda texts: None).sized(64)
 
 

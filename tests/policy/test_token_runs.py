@@ -34,6 +34,7 @@ def run(tmp_path_factory):
     words = ["algorithm=unigrpo", "algorithm.draws=2", "iterations=8", f"output={folder}"]
     result = small.invoke("train", *NAMED, *words)
     assert result.exit_code == 0, result.output
+    assert f"flowrl generate {folder} zero --steps 4" in result.output  # 28 are too many
     return folder
 
 
@@ -50,6 +51,12 @@ def test_a_run_learns_and_is_evaluated_again_with_its_trained_weights(run):
     (again,) = [value for name, value in means(run).items() if name not in found]
     assert again == found["after"]  # the same prompts, noise, steps and weights
     assert (run / "report.html").is_file()
+
+
+def test_a_solver_of_flows_is_refused_at_the_start(tmp_path):
+    words = ["algorithm=unigrpo", "eval.solver=dpm2", f"output={tmp_path / 'run'}", "--dry-run"]
+    result = small.invoke("train", *NAMED, *words)
+    assert result.exit_code == 2 and "eval.solver=dpm2 solves the ODE of flows" in result.output
 
 
 def test_a_run_generates_tokens_of_its_prompts(run, tmp_path):

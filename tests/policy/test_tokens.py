@@ -240,11 +240,13 @@ def test_logits_that_are_not_finite_are_named(value):
         own.self_check()
 
 
-def test_steps_that_unmask_nothing_and_guidance_without_a_branch_are_refused():
+def test_steps_that_unmask_nothing_solvers_and_guidance_without_a_branch_are_refused():
     own = flowrl.load_policy(Text(), shape=(6,), kind="tokens", mask=4)
     with pytest.raises(ValueError, match="unmask nothing of 6 tokens; use 1 to 6"):
         flowrl.generate(own, ["any"], steps=7, guidance="none")
     with pytest.raises(ValueError, match="guidance=2.0: .* no unconditional branch"):
         flowrl.generate(own, ["any"], steps=3, guidance=2.0)
+    with pytest.raises(ValueError, match="solver=dpm2 solves the ODE of flows, and a masked"):
+        flowrl.generate(own, ["any"], steps=3, solver="dpm2")
     with pytest.raises(ValueError, match="no way from media back to tokens"):
         own.encode_media(torch.zeros(1, 6))

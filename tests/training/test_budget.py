@@ -441,6 +441,7 @@ def test_weights_that_leave_are_said_to_be_off_the_card(planner):
         ([*WORDS, "--gpus", "3"], "does not divide by 3 processes"),
         ([*WORDS, "--machines", "2"], "--machines 2 should be a whole number from 1 that divides"),
         ([*WORDS, "model.source=some/thing"], "is not known"),
+        ([*WORDS, "model.source=own.py:net"], 'own.py:net" is made by code, and a budget reads'),
         ([*WORDS, "model.source=nothing"], 'unknown model "nothing"'),
         ([*WORDS, "train.parts=[text_encoder]"], "training the text encoder"),
         ([*WORDS, "reward=clip", "reward.clip.model=ViT-B-33"], 'unknown CLIP model "ViT-B-33"'),

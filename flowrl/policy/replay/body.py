@@ -58,7 +58,7 @@ class BodyReplay(Replay):
         raise ValueError(
             f"guidance={guidance}: {self.pipeline} is run by its own loop body, whose guidance is"
             " fixed when it is loaded; use guidance='pipeline', and load it with the"
-            " guidance_scale that is to hold (1 for none)"
+            " guidance_scale that is to hold (1 for none), or with a guider that has it"
         )
 
 

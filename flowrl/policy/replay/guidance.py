@@ -13,6 +13,11 @@ from torch import Tensor
 
 from flowrl.policy.replay.errors import UnreplayableError
 
+SAME_TEXT = (
+    "has no effect: without a negative prompt this pipeline gives all branches the same text;"
+    ' give its call negative_prompt="", or use guidance="none"'
+)
+
 
 @dataclass
 class Guidance:
@@ -67,13 +72,11 @@ class Guidance:
             raise ValueError(
                 f"guidance={g} needs an unconditional branch, and none was recorded; load the"
                 " policy with guidance on (guidance_scale > 1, or true_cfg_scale > 1 and"
-                " negative_prompt), or use guidance='pipeline' or 'none'"
+                " negative_prompt; of modular ones, a guider with a scale), or use"
+                " guidance='pipeline' or 'none'"
             )
         if self.alike:
-            raise ValueError(
-                f"guidance={g} has no effect: without a negative prompt this pipeline gives all"
-                ' branches the same text; give its call negative_prompt="", or use guidance="none"'
-            )
+            raise ValueError(f"guidance={g} {SAME_TEXT}")
         if self.rule in ("pipeline", "entries") or len(self.weights) > 2:
             raise ValueError(
                 f"guidance={g}: this pipeline's guidance is not u + g (c - u), so g cannot be"

@@ -20,7 +20,7 @@ from torch import nn
 
 from flowrl.policy.folder import INDEX, MODULAR, index_in
 from flowrl.policy.load import cast, resolve_source
-from flowrl.runtime import hub, yaml_text
+from flowrl.runtime import hub, registry, yaml_text
 from flowrl.runtime.log import quiet
 from flowrl.runtime.paths import packaged
 
@@ -80,6 +80,11 @@ def read(source: str) -> Architecture:
     """Read the architecture behind a name of configs/model, a folder or a hub id; ValueError if it
     is neither known nor on this machine."""
     name = packaged(resolve_source(source)[0])
+    if registry.is_place(name):
+        raise ValueError(
+            f'"{name}" is made by code, and a budget reads config files; train with iterations=2,'
+            " which measures seconds and memory"
+        )
     folder = Path(name) if Path(name).is_dir() else _cached(name)
     if folder is not None:
         return _of_folder(source, folder)
