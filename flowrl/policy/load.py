@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,8 @@ def load_policy(
     inferred.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    named, own_hints = {}, hints_of(hints)
     check_kind(quantize)
+    named, own_hints = {}, hints_of(hints)
     described: dict[str, Any] = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
     if isinstance(source, str | Path):  # a name may stand for any of the sources below
         source, named = found(source)
@@ -101,15 +102,21 @@ def load_policy(
         raise ValueError(DESCRIBED)
     if isinstance(source, str):
         source = _pretrained(source, dtype or torch.float32)
-        pipeline_kwargs = {**named, **pipeline_kwargs}
-    source = modular.as_pipeline(source)
+    source, call = modular.as_pipeline(source), {**named, **pipeline_kwargs}
     place = (dtype, device, quantize, encoding)
-    try:
+    with _advising():
         _check_fresh(source, parts, own_hints, adapted=lora is not None)
         if type(source).__name__ == amused.CLASS:
             amused.check_plain(parts, quantize, encoding, own_hints)
         declare(source, own_hints)
-        return _of_pipeline(source, place, lora, pipeline_kwargs, example, parts, split=split)
+        return _of_pipeline(source, place, lora, call, example, parts, split=split)
+
+
+@contextlib.contextmanager
+def _advising() -> Iterator[None]:
+    """An UnreplayableError inside says at its end what else can be done."""
+    try:
+        yield
     except UnreplayableError as error:
         raise UnreplayableError(f"{error}; {OTHERWISE}") from error
 
