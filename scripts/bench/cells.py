@@ -244,11 +244,17 @@ OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded
     "video_flow_grpo": Claim("flow_grpo", VIDEO, 1, "shapes_motion"),
 }
 # Masked generators share no setting with the flows above, so that no tuning of theirs is read
-# (the rate was chosen on training prompts, with trace_rl)
+# (what is set here was chosen on training prompts)
 TOKENS = ["model=shapes-masked", "eval.solver=euler", "optimizer.lr=3e-3"]
+REMASKED = ["optimizer.lr=1e-3", "algorithm.draws=8", "algorithm.kl_weight=0.1"]
 MASKED = {
-    f"masked_{method}": Claim(method, TOKENS, 2)
-    for method in ("trace_rl", "diffu_grpo", "masked_ce", "unigrpo")
+    f"masked_{method}": Claim(method, TOKENS + more, 2)
+    for method, more in {
+        "trace_rl": [],
+        "diffu_grpo": [],
+        "masked_ce": REMASKED,
+        "unigrpo": [],
+    }.items()
 }
 BEYOND = {  # against nft's own runs: what is trained, and on which prompts
     "text_alone": Claim("nft", ["train.parts=[text_encoder]"], 1),
