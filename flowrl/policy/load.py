@@ -84,8 +84,8 @@ def load_policy(
     inferred.
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    check_kind(quantize)
     named, own_hints = {}, hints_of(hints)
+    check_kind(quantize)
     described: dict[str, Any] = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
     if isinstance(source, str | Path):  # a name may stand for any of the sources below
         source, named = found(source)

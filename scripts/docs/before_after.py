@@ -53,14 +53,18 @@ def chosen(before: list[bool], after: list[bool], texts: list[str]) -> list[int]
     return first + list(failed.values())[:FAILED]
 
 
+def loaded(cfg: flowrl.Config, lora: Path | None, rows: list[Any]) -> flowrl.Policy:
+    """The run's model, with its LoRA or without one."""
+    given = conditions.of(rows[:1])
+    call = {**cfg.model.pipeline, "example": given[0] if given else None}
+    return flowrl.load_policy(cfg.model.source, lora=lora, **call)
+
+
 def judged(
-    cfg: flowrl.Config, lora: Path | None, rows: list[Any], seed: int
+    cfg: flowrl.Config, policy: flowrl.Policy, rows: list[Any], seed: int
 ) -> tuple[Tensor, list[bool]]:
     """A picture or video of each prompt, as the run evaluates without guidance, and whether the
     verifier accepts it."""
-    given = conditions.of(rows[:1])
-    call = {**cfg.model.pipeline, "example": given[0] if given else None}
-    policy = flowrl.load_policy(cfg.model.source, lora=lora, **call)
     how = {"steps": cfg.eval.steps, "solver": cfg.eval.solver}
     media = flowrl.generate(policy, rows, guidance="none", seed=seed, **how)
     return media, accepted(media, rows, cfg.data.eval.partition(":")[0])
@@ -120,19 +124,18 @@ def draw(run: Path, path: Path) -> None:
     """Write the picture of a run's folder to a file."""
     cfg = flowrl.load_config(run / "config.yaml")
     rows = [*{row["prompt"]: row for row in load_prompts(cfg.data.eval)}.values()]  # a text once
-    seen: list[tuple[Tensor, list[bool]]] = []  # of the base and of the run
-    for seed in range(ROUNDS):
-        both = [judged(cfg, lora, rows, seed) for lora in (None, run / "lora")]
-        old = seen or [(media[:0], []) for media, _ in both]
+    sides = [loaded(cfg, lora, rows) for lora in (None, run / "lora")]
+    rounds: list[list[tuple[Tensor, list[bool]]]] = [[], []]  # of each side
+    places = None
+    while places is None and len(rounds[0]) < ROUNDS:
+        for policy, own in zip(sides, rounds, strict=True):
+            own.append(judged(cfg, policy, rows, seed=len(own)))
         seen = [
-            (torch.cat([was, media]), verdicts + new)
-            for (was, verdicts), (media, new) in zip(old, both, strict=True)
+            (torch.cat([m for m, _ in own]), [v for _, some in own for v in some]) for own in rounds
         ]
-        every = rows * (seed + 1)
-        texts = [row["prompt"] for row in every]
-        if (places := chosen(*(verdicts for _, verdicts in seen), texts)) is not None:
-            break
-    else:
+        every = rows * len(rounds[0])
+        places = chosen(*(verdicts for _, verdicts in seen), [row["prompt"] for row in every])
+    if places is None:
         raise SystemExit("the run has too few pairs of either kind; was it trained to its end?")
     first, *others = sheets(seen, places, every)
     if others:
