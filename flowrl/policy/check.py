@@ -269,7 +269,8 @@ def _run_together(policy: Replayed, items: list[PromptItem]) -> RealRun:
     def on_done(result: Tensor) -> None:
         final[:] = [result[:rows].clone()]
 
-    real = _own(policy, torch.stack([it.time for it in prober.run(items, policy.steps)]))
+    probed = prober.run(items, policy.steps, unseen=True)
+    real = _own(policy, torch.stack([it.time for it in probed]))
     # these prompts are short, so the overlong one alone fixes the length of the text
     pad = prober.runner.pad[:1]
     ran = prober.run(items, policy.steps, pad=pad, real=real, on_raw=first, on_done=on_done)

@@ -311,7 +311,9 @@ class PipelinePolicy(Policy):
         """Read a schedule from a stubbed run, and compare the run with the replay. Where it does
         otherwise, the loop's own body takes the replay's place, or an UnreplayableError says that
         it cannot -> (the schedule, why the body does; None if it does not)."""
-        found, run = self.prober.schedule(steps, self.coords)
+        # a replay is compared with what the networks are given
+        unseen = not self.replay.regimes
+        found, run = self.prober.schedule(steps, self.coords, unseen=unseen)
         self.coords.time.add(found.sigmas[:-1], found.times)
         seen, why = self.places.add(steps, run), None
         if self.replay.regimes:

@@ -46,8 +46,9 @@ FORMS = 0.25  # denoisers: a form of a call for two rows costs a call, and up to
 # denoisers of a loop's own body: loading compares it with the pipeline, too, and it is entered for
 # each noise level
 BODY = 6.0
-# networks beside such a denoiser (ControlNet): they compute in the probing runs, too
-BESIDE = 60.0
+# networks beside such a denoiser (ControlNet): they compute in the probing runs, too, once a run
+# where nobody looks at what they make
+BESIDE = 42.0
 # other networks of diffusers: texts and pictures are not read row by row, so each set of rows is
 # computed; the VAE of Helios decodes in each probing run
 SETS = 16.0

@@ -86,6 +86,34 @@ def test_a_control_that_ends_early_ends_there():
     assert off(policy, 8, items) < 1e-5
 
 
+def test_a_control_computes_once_for_all_steps_before_ours(monkeypatch):
+    case = ZOO["sd15_controlnet"]
+    policy = load_policy(
+        case.make(), **case.call, example=case.conditions[0], control_guidance_end=0.5
+    )
+    assert not policy.replay.regimes
+    cond = policy.encode([tiny.PROMPTS[0]], [case.conditions[0]])
+    level = policy.schedule(12).sigmas[5].item()  # the control acts in steps 0 to 5
+    x, asked = torch.randn(1, *policy.latent_shape), []
+    hook = policy.pipe.controlnet.conv_in.register_forward_hook(lambda *_: asked.append(1))
+
+    def velocity():
+        asked.clear()
+        with torch.no_grad():
+            return policy.velocity(x, level, cond, torch.tensor([0]))
+
+    velocity()  # later ones find the first step's answer in memory
+    few, count = velocity(), len(asked)
+    answers = type(policy.prober.runner.answers)
+    monkeypatch.setattr(
+        answers, "_in_loop", lambda _, name, real, args, kwargs: real(*args, **kwargs)
+    )
+    every = velocity()
+    hook.remove()
+    assert (count, len(asked)) == (2, 5)
+    assert torch.equal(few, every)
+
+
 def test_a_control_that_begins_late_is_refused():
     case = ZOO["sd15_controlnet"]
     with pytest.raises(

@@ -68,7 +68,7 @@ def body_replay(places: Places, why: str) -> tuple[Replay, int]:
     why: a sentence about what could not be inferred."""
     prober = places.prober
     x = torch.zeros(prober.count + len(prober.runner.pad), *prober.shape)
-    iterations = prober.run(prober.rows(prober.count), STEPS, latents=always(x))
+    iterations = prober.run(prober.rows(prober.count), STEPS, latents=always(x), unseen=True)
     prober.begin = place_of(prober.runner.pipe.scheduler, iterations[0].time)
     outputs = prober.templates.values()
     each = [len(prediction_of(out, prober.runner.streams)) / rows for out, rows in outputs]

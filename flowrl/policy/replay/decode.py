@@ -250,6 +250,7 @@ class TailProbe:
     def _run(self, x: Tensor, exact: bool = False) -> None:
         self.received.clear()
         how: dict[str, Any] = {"latents": always(x), "output_type": "pt", "exact": exact}
+        how["unseen"] = True
         vae = self.prober.runner.pipe.vae
         precision = in_fp32(vae) if exact else nullcontext()
         with LOCK, replaced(vae, decode=self._decode), precision:

@@ -101,6 +101,10 @@ class Answers:
         self.runs = 0  # number of runs in progress, one within another
         # no answers from memory: in the loop, networks beside the denoiser see new latents
         self.paused = False
+        # paused: whether what the denoisers are given is looked at now; if not, a network of
+        # diffusers beside them computes once for each set of shapes
+        self.unseen: Callable[[], bool] | None = None
+        self.shaped: dict[Key, Any] = {}  # its answers in this run by the shapes of its arguments
         self.closed = False  # whether a call with a new key is an error, Unknown
         # None, or a list that collects all calls; then trained networks answer from memory, too
         self.heard: list[EncoderCall] | None = None
@@ -195,6 +199,7 @@ class Answers:
     def _ended(self) -> None:
         """After a run, keep tensors that were read, and drop the oldest answers over LARGEST."""
         self.runs -= 1
+        self.shaped.clear()
         if self.runs or not self.fresh:
             return
         for key, question in list(self.fresh.items()):
@@ -212,6 +217,17 @@ class Answers:
             key, answer = self.kept.popitem(last=False)
             self.fresh.pop(key, None)
             size -= _bytes(answer)
+
+    def _in_loop(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """Answer a call that is made after the loop has begun."""
+        if self.unseen is None or not self.unseen() or not name.endswith(".forward"):
+            return real(*args, **kwargs)
+        entries, structure = tree_flatten((args, kwargs))
+        shapes = [(e.shape, e.dtype) if isinstance(e, Tensor) else type(e) for e in entries]
+        key = (name, str(structure), *shapes)
+        if key not in self.shaped:
+            self.shaped[key] = mapped(lambda path, t: t.detach(), real(*args, **kwargs))
+        return mapped(lambda path, t: t.clone(), self.shaped[key])
 
     @contextlib.contextmanager
     def of(self, networks: dict[str, nn.Module]) -> Iterator[None]:
@@ -233,6 +249,8 @@ class Answers:
 
         @functools.wraps(real)  # wraps, because pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
+            if self.paused and not isinstance(module, PreTrainedModel):
+                return self._in_loop(f"{name}.{method}", real, args, kwargs)
             if self.paused or _followed((args, kwargs)):
                 return real(*args, **kwargs)
             return self(f"{name}.{method}", module, real, args, kwargs)

@@ -85,12 +85,12 @@ def find_coords(prober: Prober) -> Coords:
     """Find the coordinates of the pipeline's scheduler from its step and its times in a run."""
     runner, first = prober.runner, FirstStep()
     coords = Coords(runner.pipe.scheduler)
-    iterations = prober.run(prober.rows(prober.count), prober.steps, on_raw=first)
+    iterations = prober.run(prober.rows(prober.count), prober.steps, on_raw=first, unseen=True)
     coords.settle(first.scheduler, first.extra)
     times = torch.stack([it.time for it in iterations])
     sigmas = coords.sigmas_of(first.scheduler, times)[:-1]
     if not coords.time.holds(sigmas, times):
-        iterations = prober.run(prober.rows(prober.count), CURVE)
+        iterations = prober.run(prober.rows(prober.count), CURVE, unseen=True)
         times = torch.stack([it.time for it in iterations])
         sigmas = coords.sigmas_of(runner.pipe.scheduler, times)[:-1]
         coords.time = TimeMap(sigmas.flip(0), times.flip(0))

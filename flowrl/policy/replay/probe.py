@@ -303,14 +303,16 @@ class Prober:
         real: Collection[int] = (),
         pad: Sequence[PromptItem] | None = None,
         output_type: str = "latent",
+        unseen: bool = False,
         **how: Any,
     ) -> list[RecordedStep]:
         """Run the pipeline on stubs -> its iterations; self.result is the result of the call.
 
         After iteration j the loop goes on with latents(j). outputs(key, shape) answers a network
         (default: noise), but in the iterations `real` the networks do. stop(j, iteration) ends the
-        run early. pad: items that fix the text length (default: runner.pad). how: further options
-        of Runner.run.
+        run early. pad: items that fix the text length (default: runner.pad). unseen: the
+        arguments of the networks are not looked at, but in the first iteration. how: further
+        options of Runner.run.
         """
         # rows of the run: its items, and further ones whose only use is to give texts one length
         items = [*items, *(self.runner.pad if pad is None else pad)]
@@ -323,6 +325,7 @@ class Prober:
             on_step=stub.on_step,
             following=stub.next_latents,
             output_type=output_type,
+            unseen=(lambda: len(stub.done) not in stub.real) if unseen else None,
             **how,
         )
         if not stub.done:
@@ -332,10 +335,12 @@ class Prober:
             )
         return stub.done
 
-    def schedule(self, steps: int, coords: Coords) -> tuple[Schedule, list[RecordedStep]]:
+    def schedule(
+        self, steps: int, coords: Coords, **how: Any
+    ) -> tuple[Schedule, list[RecordedStep]]:
         """Read sigmas and exact times from a stubbed run at the real number of steps and
-        resolution, so that dynamic shifts are included -> (they, the run)."""
-        iterations = self.run(self.rows(self.count), steps)
+        resolution, so that dynamic shifts are included -> (they, the run). how: options of run."""
+        iterations = self.run(self.rows(self.count), steps, **how)
         times = torch.stack([it.time for it in iterations])
         sigmas = coords.sigmas_of(self.runner.pipe.scheduler, times)
         # PNDM repeats its second time

@@ -340,6 +340,7 @@ class Runner:
         grad: bool = False,
         skip_step: bool = False,
         exact: bool = False,
+        unseen: Callable[[], bool] | None = None,
         doing: str = "",
         **extra: Any,
     ) -> Any:
@@ -350,14 +351,15 @@ class Runner:
         scheduler's, which on_done(result) sees. on_times(scheduler) runs after each set_timesteps;
         on_raw sees the arguments of every call to step. grad: keep the autograd graph. skip_step:
         following replaces the scheduler's own step. exact: the latents of following keep their
-        type. doing: purpose of the run, for errors; default: to record a call. Encoders answer
-        equal calls from memory.
+        type. unseen() -> whether nobody looks at what the denoisers are given now, so that networks
+        beside them (ControlNet) need not compute it. doing: purpose of the run, for errors;
+        default: to record a call. Encoders answer equal calls from memory.
         """
         given = self.arguments(items, steps, output_type, **extra)
 
         def called(*of: Any) -> Any:
             # the loop has begun, where encoders see other arguments each time
-            self.answers.paused = True
+            self.answers.paused, self.answers.unseen = True, unseen
             self._check_attention(of[0])
             return on_call(*of) if on_call else of[-1]()
 
@@ -366,7 +368,7 @@ class Runner:
         stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step, exact)
         running = self.turns.running(self.pipe, instead=self.apart and not grad)
         with LOCK, self._quiet(), running, contextlib.ExitStack() as stack:
-            self.answers.paused = False
+            self.answers.paused, self.answers.unseen = False, None
             for name, module in self.denoisers.items():
                 stack.enter_context(_recorded(name, module, called))
             stack.enter_context(self.answers.of(encoders))

@@ -69,6 +69,7 @@ def reenter(
         following=lambda: latents,
         on_times=timed(coords, place, s),
         grad=torch.is_grad_enabled(),
+        unseen=lambda: bool(body.left),
         doing="while its loop body is run",
         # such a scheduler looks integer times up in a table, and our time may be a float
         skip_step=coords.kind == "vp",
