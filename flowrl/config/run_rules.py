@@ -97,7 +97,7 @@ def _help_texts(after: int, column: str | None, prompts: Sequence[Mapping[str, A
     return f"{what} holds {printable(repr(wrong[0]), 60)}, which is no text" if wrong else ""
 
 
-def _replayed(size: int, name: str, needs: frozenset[str]) -> str:
+def _replayed(size: int, name: str, needs: frozenset[str], unmasks: bool) -> str:
     if not size or "leaves" in needs:
         return ""
     what = "reads the log-probs of denoising steps, which are not kept"
@@ -107,9 +107,10 @@ def _replayed(size: int, name: str, needs: frozenset[str]) -> str:
         what = "reads the states of denoising steps, which are not kept"
     elif "start" in needs:
         what = "trains the initial noise, which is not kept"
+    other = "masked_ce" if unmasks else "nft or dpo"
     return (
         f"replay.size={size} trains finished samples of earlier iterations, and algorithm={name}"
-        f" {what}; use a method on the forward process, as algorithm=nft or dpo, or replay.size=0"
+        f" {what}; use a method on the forward process, as algorithm={other}, or replay.size=0"
     )
 
 
@@ -366,7 +367,7 @@ RULES = (
         when=lambda after, needs: after and "leaves" not in needs,
     ),
     Rule((f"{HELP}after", f"{HELP}column", "prompts"), _help_texts),
-    Rule(("replay.size", "algorithm.label", "method.needs"), _replayed),
+    Rule(("replay.size", "algorithm.label", "method.needs", "method.unmasks"), _replayed),
     Rule(
         ("sampler.rlg", "method.needs"),
         "sampler.rlg={sampler.rlg:g} samples from another distribution than the one whose"

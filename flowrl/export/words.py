@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flowrl.config.load import read_config
 from flowrl.config.schema import Config
+from flowrl.runtime import registry
 from flowrl.runtime.excerpt import part
 from flowrl.runtime.paths import nearby
 from flowrl.runtime.store.run_folder import config_file, read_peak
@@ -73,6 +74,9 @@ def _refusals(run: Path, cfg: Config, form: str, output: Path) -> list[tuple[boo
     """List what may be wrong with a run and a place: (whether it is, the sentence that says so)."""
     file, trained = output.suffix == ".safetensors", cfg.train
     taken = output.exists() and (file or not output.is_dir() or any(output.iterdir()))
+    whole = "use --format merged, which writes the whole pipeline"
+    if registry.is_outside("flowrl.models", cfg.model.source):
+        whole += "; a model that is none is loaded in Python: flowrl.load_policy"
     return [
         (
             set(trained.parts) <= set(HEADS) and not trained.init_lora,
@@ -81,8 +85,7 @@ def _refusals(run: Path, cfg: Config, form: str, output: Path) -> list[tuple[boo
         ),
         (
             trained.mode == "full" and form != "merged",
-            f"{run} trained all weights (train.mode=full), which are no LoRA; use --format merged,"
-            " which writes the whole pipeline",
+            f"{run} trained all weights (train.mode=full), which are no LoRA; {whole}",
         ),
         (
             file and form == "merged",

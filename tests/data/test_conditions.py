@@ -217,8 +217,9 @@ def test_what_generate_is_given_is_checked(editor, tmp_path):
         flowrl.generate(policy, records, steps=1, conditions=list(own))
     with pytest.raises(ValueError, match=r'the prompts have "imgae", .*; "image" is one: rename'):
         flowrl.generate(policy, [{"prompt": "a", "imgae": picture(1)}], steps=1)
-    with pytest.raises(ValueError, match="steps=0, micro=64 and decode=16 should be at least 1"):
-        flowrl.generate(policy, "a", steps=0)
+    for wrong in (0, 1.5):
+        with pytest.raises(ValueError, match=f"steps={wrong} should be a whole number from 1"):
+            flowrl.generate(policy, "a", steps=wrong)
     picture(1).save(tmp_path / "1.png")
     by_path = flowrl.generate(policy, "a", steps=1, conditions=[{"image": tmp_path / "1.png"}])
     in_memory = flowrl.generate(policy, "a", steps=1, conditions=[{"image": picture(1)}])

@@ -203,6 +203,10 @@ def test_the_card_of_a_modular_pipeline_loads_it_as_diffusers_does(run, tmp_path
     ("train", "sentence"),
     [
         ({"mode": "full"}, "trained all weights (train.mode=full), which are no LoRA"),
+        (
+            {"mode": "full", "source": "own.py:policy"},
+            "use --format merged, which writes the whole pipeline; a model that is none is loaded",
+        ),
         ({"parts": ["initial_noise"]}, "initial_noise alone, a small network beside the model"),
         ({}, "keeps no trained weights of iteration 0; it has no checkpoint of trained weights"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -58,8 +59,9 @@ def generate(
     """
     policy = as_policy(policy)
     texts, rows = _texts(prompts)
-    if steps < 1 or micro < 1 or decode < 1:
-        raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
+    for name, count in {"steps": steps, "micro": micro, "decode": decode}.items():
+        if not isinstance(count, Integral) or count < 1:
+            raise ValueError(f"{name}={count} should be a whole number from 1")
     policy.say_cut(texts)
     # everything that a user gave is checked before the first network call
     request = SampleRequest(
