@@ -69,6 +69,7 @@ def train(
             _train_seeds(seeds, overrides, "--resume" * bool(resume) or "--dry-run" * dry_run)
             return
         cfg = parse_run(overrides, resume, accept_changes)  # the words; what follows needs torch
+        from flowrl.config import run_rules
         from flowrl.runtime.memory import ran_out
         from flowrl.runtime.processes.launcher import is_main
         from flowrl.training import finished, outputs
@@ -79,7 +80,8 @@ def train(
         if resume and (done := finished.finished(cfg, resume, accept=accept_changes)):
             if is_main():
                 show(f"{finished.sentence(done)}.", wrap=True)
-                _conclude(done, prompt=to_try(cfg))
+                tokens = bool(run_rules.has_tokens(cfg.model.source))
+                _conclude(done, prompt=_to_try(cfg, tokens=tokens))
             return
         trainer = start(cfg, resume=resume, accept_changes=accept_changes)
         if dry_run:
@@ -106,9 +108,8 @@ def train(
         stop(error, 1, hint="" if ran_out(error) else hint)  # its sentence says how to go on
     if trainer.world.main:
         policy, cfg = trainer.policy, trainer.cfg
-        # the usual number of steps may be more than there are tokens
-        more = f" --steps {cfg.sampler.steps}" if policy.unmasks else ""
-        _conclude(run, readable=policy.has_lora_format, prompt=to_try(cfg) + more)
+        prompt = _to_try(cfg, tokens=policy.unmasks)
+        _conclude(run, readable=policy.has_lora_format, prompt=prompt)
 
 
 def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
@@ -118,6 +119,12 @@ def _train_seeds(seeds: str, overrides: list[str], single: str) -> None:
     from flowrl.cli import seeds as several
 
     several.train_all(*several.plan(*several.split(seeds, overrides)))
+
+
+def _to_try(cfg: Any, *, tokens: bool) -> str:
+    """Return what `flowrl generate RUN` draws, with its options. tokens: whether the model is a
+    masked generator, which may have fewer tokens than the usual number of steps."""
+    return to_try(cfg) + (f" --steps {cfg.sampler.steps}" if tokens else "")
 
 
 def _conclude(run: Any, *, readable: bool = False, prompt: str | None = None) -> None:

@@ -89,6 +89,15 @@ def test_a_finished_run_resumes_to_nothing_new(run, monkeypatch):
     assert run.path == folder and len(run.metrics) == len(small.lines(folder))
 
 
+def test_the_printed_command_draws_tokens_in_the_steps_of_the_run(tmp_path):
+    words = small.words(tmp_path / "run", "flow_grpo", iterations="1")
+    words += [small.TOKENS, "algorithm=trace_rl"]
+    for command in (words, ["--resume", tmp_path / "run"]):
+        result = small.invoke("train", *command)
+        assert result.exit_code == 0, result.output
+        assert re.search(r"flowrl generate \S+ .* --steps 4\b", " ".join(result.output.split()))
+
+
 def test_a_resume_that_is_refused_is_refused_before_the_model_is_loaded(run, monkeypatch):
     monkeypatch.setattr("flowrl.training.train.start", lambda *_, **__: pytest.fail("it started"))
     changed = small.invoke("train", "--resume", run[1], "optimizer.lr=1e-5")
