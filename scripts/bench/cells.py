@@ -313,7 +313,8 @@ CLAIMS = {
 SEEDED = ("nft_fifth", "proxy_points", "proxy_wins")  # with three seeds
 SEEDED += (*NOISY, *BEYOND, *HACKED, *OTHER_MODELS, *MASKED)
 # three left it open, since they differ much: two more, decided on before they were run
-MORE = dict.fromkeys(("unet_flow_grpo", "masked_trace_rl"), (0, 1, 2, 3, 4))
+FIVE = ("unet_flow_grpo", "masked_trace_rl", "masked_diffu_grpo")
+MORE = dict.fromkeys(FIVE, (0, 1, 2, 3, 4))
 
 
 class Search(NamedTuple):
