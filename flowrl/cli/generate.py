@@ -141,7 +141,8 @@ def generate(
     log.setup()
     with one_sentence_errors():
         # words first: so far nothing imports torch
-        model, words = expanded(model), ctx.params
+        # typer before 0.29 leaves paths in ctx.params as text
+        model, words = expanded(model), {**ctx.params, "lora": lora, "grid": grid}
         seeds = _judge(model, prompts or [], words)
         folder, file = _place(output, words)
         named, chosen = parse_columns(columns), parse_rewards(reward) if reward else None

@@ -171,7 +171,7 @@ FURTHER = [  # of a start: over words, and over what they name
     ("replay.size=2 algorithm=neighbor_grpo", "reads the states of denoising steps"),
     ("algorithm=neighbor_grpo sampler.init_noise=group", "algorithm.spread says how; use sampler"),
     ("algorithm=neighbor_grpo algorithm.anchors=13", "and batch.group=12; choose at most as many"),
-    (f"replay.size=2 algorithm=trace_rl {small.TOKENS}", "as algorithm=masked_ce, or replay.size=0"),
+    (f"replay.size=2 algorithm=trace_rl {small.TOKENS}", "as algorithm=masked_ce, or replay"),
     ("replay.size=2 algorithm=draft", "algorithm=draft climbs rewards of new samples"),
     ("replay.size=2 replay.taper=1.5", "replay.taper"),
     ("replay.size=2 replay.share=0", "replay.share"),

@@ -22,6 +22,9 @@ from flowrl.training.budget.modelled import ModelledPolicy
 
 GPU = torch.device("cuda")
 SIGMA = 0.5
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.10."), reason="its fake tensors read no number of the host"
+)
 MODELS = ["sd3.5-medium", "flux.1-dev", "sd1.5", "sdxl", "qwen-image", "wan2.1-1.3b"]
 
 

@@ -211,10 +211,12 @@ def _z_image(of: _PipelineCall) -> CallShapes:
     sizes, length = _image(of, _kl_scale(of.vae), 1024), int(of.get("max_sequence_length"))
     scale, (channels, *places) = float(of.get("guidance_scale")), sizes["latent"]
     rows = {("cap_feats",): [((length, of.net["cap_feat_dim"]), None)]}
+    taken = inspect.signature(class_of("ZImageTransformer2DModel").forward).parameters
+    newer = "joint_attention_kwargs" in taken  # diffusers 0.42
     call = NetworkCall(
         blocks=2 if scale > 0 else 1,
         rows=rows,
-        shared={("joint_attention_kwargs",): None},
+        shared={("joint_attention_kwargs",): None} if newer else {},
         latents="x",
         listed=(channels, 1, *places),
         timestep="t",
