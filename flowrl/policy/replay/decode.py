@@ -249,12 +249,11 @@ class TailProbe:
 
     def _run(self, x: Tensor, exact: bool = False) -> None:
         self.received.clear()
-        how: dict[str, Any] = {"latents": always(x), "output_type": "pt", "exact": exact}
-        how["unseen"] = True
+        how: dict[str, Any] = {"latents": always(x), "output_type": "pt", "unseen": True}
         vae = self.prober.runner.pipe.vae
         precision = in_fp32(vae) if exact else nullcontext()
         with LOCK, replaced(vae, decode=self._decode), precision:
-            self.prober.run(self.items, self.steps, **how)
+            self.prober.run(self.items, self.steps, exact=exact, **how)
         if sum(map(len, self.received)) != self.rows:
             raise UnreplayableError(
                 f"decode: the pipeline called vae.decode for {[len(z) for z in self.received]} rows"

@@ -101,8 +101,8 @@ class Answers:
         self.runs = 0  # number of runs in progress, one within another
         # no answers from memory: in the loop, networks beside the denoiser see new latents
         self.paused = False
-        # paused: whether what the denoisers are given is looked at now; if not, a network of
-        # diffusers beside them computes once for each set of shapes
+        # in the loop: whether nobody looks at what the denoisers are given now, so that a network
+        # of diffusers beside them computes once for each set of shapes; None: somebody looks
         self.unseen: Callable[[], bool] | None = None
         self.shaped: dict[Key, Any] = {}  # its answers in this run by the shapes of its arguments
         self.closed = False  # whether a call with a new key is an error, Unknown
