@@ -20,7 +20,9 @@ from flowrl.scenes.world import (
 )
 from flowrl.shapes.prompts import Prompt, held_out, shared_out
 
-MOVED, GROWN = 8, 4  # px, least way and least change of size that count in full
+MOVED, GROWN = 8, 3  # px, least way and least change of size that count in full
+DRAWN = 4  # px, least change of size that is drawn, since a faded tip can take a pixel of it
+TIP = 1  # px, how far a size may step back, for the same reason
 FEWEST = 3  # frames of a video
 STEADY = 0.9  # least direction that is strictly right
 BACKWARDS = ("moves left", "moves up", "disappears", "shrinks")  # drawn from the last frame on
@@ -68,7 +70,7 @@ class Motions:
                 Scene(one, motion.background or self.world.backgrounds[0]) for one in drawn
             )
             # a large group has no room to move, and the smallest object none to grow
-            if verdict([truth(s) for s in scenes], motion)["strict"]:
+            if verdict([truth(s) for s in scenes], motion, DRAWN)["strict"]:
                 return scenes
 
 
@@ -89,16 +91,16 @@ def _at(
     return tuple(replace(o, **{axis: getattr(o, axis) + step}) for o in own)
 
 
-def verdict(found: list[FoundScene], motion: Motion) -> dict[str, float]:
+def verdict(found: list[FoundScene], motion: Motion, grown: float = GROWN) -> dict[str, float]:
     """Judge the frames of a video, parts in [0, 1].
 
     number: share of frames with as many objects as the motion has then. persistence: share of
     frames in which every object is what the sentence names, on the background that it names or that
     the first frame has. direction: the way in the asked direction (or the change of size) over the
-    whole way, less where it is below MOVED, of which a step counts for at most a half, so that a
-    jump is not enough; 1 where objects appear or disappear once. partial is the product of the
-    three; strict is 1 where the first two are 1 and direction is at least STEADY. Fewer than FEWEST
-    frames -> ValueError.
+    whole way, less where it is below MOVED (or `grown`), of which a step counts for at most a half,
+    so that a jump is not enough; 1 where objects appear or disappear once. partial is the product
+    of the three; strict is 1 where the first two are 1 and direction is at least STEADY. Fewer than
+    FEWEST frames -> ValueError.
     """
     if len(found) < FEWEST:
         shown = f"and the video has {len(found)}"
@@ -118,7 +120,8 @@ def verdict(found: list[FoundScene], motion: Motion) -> dict[str, float]:
     else:
         # frames with something missing or unknown have no mean place
         whole = [f for f, right in zip(found, own, strict=True) if right]
-        direction = _along([f for f in whole if len(f.objects) == asked], motion.verb)
+        whole = [f for f in whole if len(f.objects) == asked]
+        direction = _along(whole, motion.verb, grown)
         number = counts.count(asked) / len(found)
     persistence = sum(own) / len(found)
     strict = number == persistence == 1 and direction >= STEADY
@@ -126,19 +129,26 @@ def verdict(found: list[FoundScene], motion: Motion) -> dict[str, float]:
     return {"partial": number * persistence * direction, "strict": float(strict), **parts}
 
 
-def _along(whole: list[FoundScene], verb: str) -> float:
+def _along(whole: list[FoundScene], verb: str, grown: float) -> float:
     """The way, or the change of size, in its direction over its whole length."""
     if len(whole) < 2:
         return 0.0
     middle = torch.tensor([[(o.x, o.y, o.size) for o in f.objects] for f in whole]).mean(1)
-    steps = middle.diff(dim=0)  # (F - 1, 3): x, y, size
     if verb.startswith("moves"):
-        steps, least = steps[:, :2], MOVED
+        steps, least = middle[:, :2].diff(dim=0), MOVED
         towards = torch.tensor(DIRECTIONS[verb.split()[1]], dtype=steps.dtype)
     else:
-        steps, least = steps[:, 2:], GROWN
-        towards = torch.tensor([1.0 if verb == "grows" else -1.0])
+        sizes = middle[:, 2:] if verb == "grows" else -middle[:, 2:]
+        steps, least, towards = _without_tips(sizes).diff(dim=0), grown, torch.ones(1)
     ahead = steps @ towards
     share = ahead.clamp(max=least / 2).sum().item() / least
     net = ahead.sum().item()
     return net / steps.norm(dim=1).sum().item() * min(1.0, share) if share > 0 else 0.0
+
+
+def _without_tips(sizes: torch.Tensor) -> torch.Tensor:
+    """Sizes (F, 1) of what grows, in which a step back of at most TIP stays where it was."""
+    kept = [sizes[0]]
+    for size in sizes[1:]:
+        kept.append(torch.maximum(size, torch.minimum(kept[-1], size + TIP)))
+    return torch.stack(kept)

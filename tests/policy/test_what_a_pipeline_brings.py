@@ -144,7 +144,8 @@ def test_what_a_pipeline_came_with_is_on_in_every_view_in_export_and_in_merge(ca
     assert len(asked) == len(policy.trainable.named())
     policy.save_lora(tmp_path / "lora")
     again = brought(case)
-    before = again.get_active_adapters()
+    # get_active_adapters leaves out those of text encoders before diffusers 0.42
+    before = sorted({name for names in again.get_list_adapters().values() for name in names})
     again.load_lora_weights(str(tmp_path / "lora"), adapter_name="trained")
     if case not in ("LoKr", "one that is off") and "two" not in case:
         again.set_adapters([*before, "trained"], [*[0.7] * len(before), 1.0])

@@ -50,7 +50,8 @@ def test_two_objects_move_together():
 
 def test_direction_is_the_way_over_its_length_and_less_where_it_is_short_or_a_jump():
     """Three steps of 4 px to the right and one of 2 px back are 10 of 14. Of the 8 px that count in
-    full, 4 px are a half, and so is one jump of 20 px."""
+    full, 4 px are a half, and so is one jump of 20 px. A size steps back by a pixel for nothing, and
+    by two for one; 2 px of growth are two thirds."""
     places = [(20.0, 20)], [(24.0, 20)], [(28.0, 20)], [(32.0, 20)], [(30.0, 20)]
     back = judged(FOX, *places)
     assert back["direction"] == pytest.approx(10 / 14) and back["strict"] == 0
@@ -59,8 +60,13 @@ def test_direction_is_the_way_over_its_length_and_less_where_it_is_short_or_a_ju
     assert judged(FOX, places[0], places[0], [(40.0, 20)])["direction"] == pytest.approx(1 / 2)
     grows = Motion(Thing("fox"), "grows")
     sizes = [(20.0, 20)], [(20.0, 21)], [(20.0, 22)], [(20.0, 24)]
-    assert judged(grows, *sizes[:3])["direction"] == pytest.approx(1 / 2)
+    assert judged(grows, *sizes[:3])["direction"] == pytest.approx(2 / 3)
     assert judged(grows, *sizes)["strict"] == 1
+    for px, direction in ((1, 1), (2, 4 / 6 * 2 / 3)):  # 2 px count in full of 3
+        stepped = (*sizes[:1], sizes[2], [(20.0, 22 - px)], sizes[3])
+        assert judged(grows, *stepped)["direction"] == pytest.approx(direction)
+    flickers = sizes[0], sizes[1], sizes[0], sizes[1]
+    assert judged(grows, *flickers)["direction"] == pytest.approx(1 / 3)
 
 
 def test_an_object_that_becomes_another_or_is_lost_costs_its_share_of_frames():

@@ -297,6 +297,7 @@ def kandinsky5(kind: str, pictures: bool = False):
         scheduler=flow(shift=3.0, use_dynamic_shifting=False),
     )
     pipe.resolutions = [(32, 32)]
+    pipe.prompt_template_encode_start_idx = 40  # 41 in diffusers 0.40, whose template has a typo
     return pipe
 
 
