@@ -329,7 +329,7 @@ def arguments() -> argparse.ArgumentParser:
     made = parser(__doc__ or "", STAGES, "flowrl/scenes/stickers/wan")
     add_vae(made, vae_steps=2000, vae_batch=4, vae_lr=3e-3)
     add_denoiser(made, steps=10_000, batch=32, scenes=12_000)
-    made.add_argument("--decoder-steps", type=int, default=1500)
+    made.add_argument("--decoder-steps", type=int, default=7000)
     made.add_argument("--world", choices=list(WORLDS), default="stickers")
     made.add_argument("--plain", type=float, default=0.7, help="share of motions on white")
     return made
