@@ -50,8 +50,8 @@ def test_two_objects_move_together():
 
 def test_direction_is_the_way_over_its_length_and_less_where_it_is_short_or_a_jump():
     """Three steps of 4 px to the right and one of 2 px back are 10 of 14. Of the 8 px that count in
-    full, 4 px are a half, and so is one jump of 20 px. A size steps back by a pixel for nothing, and
-    by two for one; 2 px of growth are two thirds."""
+    full, 4 px are a half, and so is one jump of 20 px. A size steps back by a pixel for nothing,
+    and by two for one; 2 px of growth are two thirds."""
     places = [(20.0, 20)], [(24.0, 20)], [(28.0, 20)], [(32.0, 20)], [(30.0, 20)]
     back = judged(FOX, *places)
     assert back["direction"] == pytest.approx(10 / 14) and back["strict"] == 0
