@@ -91,7 +91,7 @@ def _at(
     return tuple(replace(o, **{axis: getattr(o, axis) + step}) for o in own)
 
 
-def verdict(found: list[FoundScene], motion: Motion, grown: float = GROWN) -> dict[str, float]:
+def verdict(found: list[FoundScene], motion: Motion, grown: int = GROWN) -> dict[str, float]:
     """Judge the frames of a video, parts in [0, 1].
 
     number: share of frames with as many objects as the motion has then. persistence: share of
@@ -129,7 +129,7 @@ def verdict(found: list[FoundScene], motion: Motion, grown: float = GROWN) -> di
     return {"partial": number * persistence * direction, "strict": float(strict), **parts}
 
 
-def _along(whole: list[FoundScene], verb: str, grown: float) -> float:
+def _along(whole: list[FoundScene], verb: str, grown: int) -> float:
     """The way, or the change of size, in its direction over its whole length."""
     if len(whole) < 2:
         return 0.0
