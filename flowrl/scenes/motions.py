@@ -119,8 +119,8 @@ def verdict(found: list[FoundScene], motion: Motion, grown: int = GROWN) -> dict
         number = sum(count in (0, asked) for count in counts) / len(found)
     else:
         # frames with something missing or unknown have no mean place
-        whole = [f for f, right in zip(found, own, strict=True) if right]
-        whole = [f for f in whole if len(f.objects) == asked]
+        each = zip(found, own, counts, strict=True)
+        whole = [f for f, right, count in each if right and count == asked]
         direction = _along(whole, motion.verb, grown)
         number = counts.count(asked) / len(found)
     persistence = sum(own) / len(found)
