@@ -8,6 +8,7 @@ that is right in every clause and one that is not, for algorithm=dpo. The sample
 the seed, so the folder is not committed. They cost PROMPTS * EACH * STEPS network rows. scenes/
 holds rendered pictures of the same prompts, such as the model was trained on, for a data anchor.
 first.jsonl and second.jsonl have the training prompts of three tasks each, for two specialists.
+edits/ holds the instructions of shapes_edit, each with its source and its one right result.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torchvision.io import write_png
 
 import flowrl
 from flowrl.data.prompts import load_prompts, select
+from flowrl.scenes.shapes import EDITS
 from flowrl.shapes.prompts import scene
 from flowrl.shapes.scenes import render
 from flowrl.types import MediaContext
@@ -66,6 +68,7 @@ def main() -> None:
     listed = [rows[i] | {"file_name": files[i]} for i in best.tolist()]
     write(FOLDER / "best" / "metadata.jsonl", listed)
     draw_scenes([found[i] for i in every.tolist()])
+    draw_edits()
     for name, tasks in TASKS.items():
         write(FOLDER / f"{name}.jsonl", [row for row in found if row["task"] in tasks])
     write(FOLDER / "pairs.jsonl", pairs)
@@ -84,6 +87,20 @@ def draw_scenes(prompts: list[dict]) -> None:
         write_png((picture * 255).round().byte(), str(FOLDER / "scenes" / name), 6)
         listed.append(prompt | {"file_name": name})
     write(FOLDER / "scenes" / "metadata.jsonl", listed)
+
+
+def draw_edits() -> None:
+    """Draw source and result of each edit, those of training and the held-out ones."""
+    (FOLDER / "edits").mkdir(parents=True, exist_ok=True)
+    parts = {"train": (EDITS.train_prompts(), 0), "eval": (EDITS.eval_prompts(), 256)}
+    for part, (rows, seed) in parts.items():
+        listed = []
+        for i, row in enumerate(rows, seed):  # seeds of the pairs, as in the lists themselves
+            names = {"image": f"{i:03d}_source.png", "ground_truth": f"{i:03d}_result.png"}
+            for name, side in zip(names.values(), EDITS.pair(row["prompt"], i), strict=True):
+                EDITS.picture(side).save(FOLDER / "edits" / name)
+            listed.append(row | names)
+        write(FOLDER / "edits" / f"{part}.jsonl", listed)
 
 
 def write(path: Path, entries: list[dict]) -> None:
