@@ -235,11 +235,17 @@ VIDEO += ["reward.shapes_motion.reading=partial"]  # of nine frames seldom all a
 # as in quickstart-video: at its rate nft without an anchor to the start ends below the start
 ANCHORED_NFT = ["std=group", "decay=0", "kl_weight=1", "solver=euler", "steps=2"]
 VIDEO_NFT = [*VIDEO, *(f"algorithm.{word}" for word in ANCHORED_NFT), "optimizer.lr=3e-3"]
+# an edit has one right picture: how near a sample comes to it has a gradient, which no verifier has
+NEAR = [f"data.{part}=build/bench/edits/{part}.jsonl" for part in ("train", "eval")]
+NEAR += ["reward=reference", "reward.reference.folder=build/bench/edits"]
+NEAR += ["reward.reference.metric=ssim", "reward.reference.rounding=false"]
+NEAR += ["reward.shapes_edit.weight=0", "~reward.preference", "~reward.shapes"]
 OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded model
     **{f"unet_{m}": Claim(m, UNET, 2 / 3) for m in ("flow_grpo", "nft", "refl", "ddpo")},
     # at the rate of its quickstart
     "edit_nft": Claim("nft", [*EDIT, "optimizer.lr=1e-3"], 2 / 3, "shapes_edit"),
     **{f"edit_{m}": Claim(m, EDIT, 2 / 3, "shapes_edit") for m in ("flow_grpo", "ddpo")},
+    "edit_refl": Claim("refl", [*EDIT, *NEAR], 2 / 3, "shapes_edit"),
     "video_nft": Claim("nft", VIDEO_NFT, 1, "shapes_motion"),
     # the two of its family that gained most on shapes-sd3 were looked at on training prompts, at a
     # third of the budget: tempflow_grpo gained there, tree_grpo lost

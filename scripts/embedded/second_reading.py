@@ -6,8 +6,12 @@
     python scripts/embedded/second_reading.py agree RUN   # both readings, before and after training
 
 The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
-shapes. The network has seen drawn scenes alone, blurred and noisy, in which some objects are pale,
-of two colours or cut: those it calls unclear, and a picture with one is not right.
+shapes. The network has seen drawn scenes alone, blurred and noisy, whose objects are bent towards
+other shapes, wavy, flat, cut, tinted or pale. Both follow the same definitions of a colour and of a
+shape: which tint is still red, and how round a square may be. The network has learned to see that;
+an unclear object has no name, and a picture with one is not right.
+
+After another `train`, `flowrl evaluate RUN` reads a run again, and `--rlg 0` the model before it.
 """
 
 from __future__ import annotations
@@ -37,10 +41,13 @@ WEIGHTS = Path(__file__).with_suffix(".safetensors")
 SHAPES, COLORS = [*scenes.SHAPES], [*scenes.COLORS]
 CELL = 4  # px a side of what one place of the network's answer stands for
 SIDE = scenes.PIXELS // CELL
-UNCLEAR = ("pale", "two colours", "cut")
-SHARES = torch.tensor([0.7, 0.14, 0.1, 0.06])  # of clear objects, and of UNCLEAR
+WINDOW = 28  # px a side of what is drawn around an object
+RADIUS = {  # shape -> a function of (u, v) that is at most 1 inside, in units of the half-size
+    "circle": torch.hypot,
+    "square": lambda u, v: torch.maximum(u.abs(), v.abs()),
+    "triangle": lambda u, v: torch.maximum(v, 2 * u.abs() - v),
+}
 SCALE = "0 or 1: whether the second reading accepts the sample"
-CLEAR = 4.0  # logit below which an object is clear: best of -1 to 5 on training prompts
 FINE = 3  # points a side of a pixel that are drawn
 
 
@@ -52,6 +59,9 @@ class Reader(nn.Module):
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 5, stride=2, padding=2),
+            nn.GroupNorm(8, width),
+            nn.SiLU(),
+            nn.Conv2d(width, width, 3, padding=1),
             nn.GroupNorm(8, width),
             nn.SiLU(),
             nn.Conv2d(width, width, 3, stride=2, padding=1),
@@ -95,45 +105,108 @@ def placed(g: torch.Generator) -> list[world.Placed]:
 def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """(pictures (count, 3, 64, 64), a row (picture, x, y, size, shape, colour, unclear) of each
     object)."""
-    rows = [
-        (i, o.x, o.y, o.size, SHAPES.index(shape), COLORS.index(color))
-        for i in range(count)
-        for o in placed(g)
-        for color, shape in [o.name.split()]
-    ]
-    table = torch.tensor(rows)
-    kind = torch.multinomial(SHARES, len(table), replacement=True, generator=g)
-    strength = torch.rand(len(table), generator=g)
-    alpha = torch.where(kind == 1, 0.12 + 0.3 * strength, 1 - 0.35 * strength * (strength < 0.3))
-    pictures = torch.ones(count, 3, scenes.PIXELS, scenes.PIXELS)
-    angle = 6.2832 * torch.rand(len(table), generator=g)
-    other = (table[:, 5].long() + torch.randint(1, 6, (len(table),), generator=g)) % len(COLORS)
-    colors = torch.tensor([*scenes.COLORS.values()])
-    n = scenes.PIXELS * FINE
-    line = (torch.arange(n) + 0.5) / FINE
-    for row, k, a, turn, mixed in zip(table, kind, alpha, angle, other, strict=True):
-        picture, shape, color = int(row[0]), SHAPES[int(row[4])], int(row[5])
-        u = ((line - row[1]) / row[3] * 2).expand(n, n)
-        v = ((line - row[2]) / row[3] * 2)[:, None].expand(n, n)
-        along = u * turn.cos() + v * turn.sin()
-        mask = scenes.INSIDE[shape](u, v)
-        if k == 3:
-            mask = mask & (along < 0.1)
-        cover = a * F.avg_pool2d(mask.float()[None], FINE)
-        ink = colors[color][:, None, None].expand(3, *cover.shape[1:])
-        if k == 2:
-            share = F.avg_pool2d(((along + 0.7) / 1.4).clamp(0, 1)[None], FINE)
-            ink = ink * (1 - share) + colors[int(mixed)][:, None, None] * share
-        pictures[picture] = pictures[picture] * (1 - cover) + ink * cover
-    return softened(pictures, g), torch.cat([table, (kind > 0)[:, None]], 1)
+    listed = [(i, o) for i in range(count) for o in placed(g)]
+    names = [o.name.split() for _, o in listed]
+    given = torch.tensor(
+        [
+            (o.x, o.y, o.size, SHAPES.index(shape), COLORS.index(color))
+            for (_, o), (color, shape) in zip(listed, names, strict=True)
+        ]
+    )
+    corner = (given[:, :2] - WINDOW / 2).floor()
+    line = corner[..., None] + (torch.arange(WINDOW * FINE) + 0.5) / FINE  # (N, 2, points)
+    u, v = ((line - given[:, :2, None]) / given[:, 2, None, None] * 2).unbind(1)
+    u, v = torch.broadcast_tensors(u[:, None, :], v[:, :, None])
+    cover = F.avg_pool2d(bent(u, v, given[:, 3].long(), g)[:, None].float(), FINE)
+    middle = slice(FINE // 2, None, FINE)
+    away = cover * inked(u[:, middle, middle], v[:, middle, middle], given[:, 4].long(), g)
+    picture = torch.tensor([i for i, _ in listed])
+    width = torch.rand(count, 1, 1, 1, generator=g)[picture]
+    cover, away = blurred(cover, width), blurred(away, width)
+    room = torch.ones(count, 3, *[scenes.PIXELS + 2 * WINDOW] * 2)
+    for i, (x, y), share, ink in zip(picture, corner.long().tolist(), cover, away, strict=True):
+        at = room[i, :, y + WINDOW : y + 2 * WINDOW, x + WINDOW : x + 2 * WINDOW]
+        at.copy_(at * (1 - share) + share - ink)
+    pictures = room[..., WINDOW:-WINDOW, WINDOW:-WINDOW]
+    noise = torch.rand(count, 1, 1, 1, generator=g) * torch.randn(pictures.shape, generator=g)
+    table = torch.cat([picture[:, None], defined(away, corner)], 1)
+    return (pictures + 0.03 * noise).clamp(0, 1), table
 
 
-def softened(pictures: Tensor, g: torch.Generator) -> Tensor:
-    """Blurred by up to a pixel, and noisy."""
-    width, noise = torch.rand(2, len(pictures), 1, 1, 1, generator=g)
-    near = F.avg_pool2d(F.pad(pictures, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
-    soft = torch.lerp(pictures, near, 0.7 * width)
-    return (soft + 0.03 * noise * torch.randn(soft.shape, generator=g)).clamp(0, 1)
+def blurred(x: Tensor, width: Tensor) -> Tensor:
+    """Blurred by up to a pixel, for widths up to 1."""
+    return torch.lerp(x, F.avg_pool2d(x, 3, stride=1, padding=1), 0.7 * width)
+
+
+def bent(u: Tensor, v: Tensor, shape: Tensor, g: torch.Generator) -> Tensor:
+    """Points (N, P, P) inside of shapes, half of them on the way to another shape, wavy, flat or
+    cut."""
+    odd = torch.rand(4, len(u), 1, 1, generator=g) < torch.tensor([0.4, 0.3, 0.1, 0.1])[:, None, None, None]
+    way, wave, flat, where = torch.rand(4, len(u), 1, 1, generator=g)
+    turn, phase = 6.2832 * torch.rand(2, len(u), 1, 1, generator=g)
+    folds = torch.randint(2, 6, (len(u), 1, 1), generator=g)
+    v = v / (1 - 0.4 * flat * odd[2])
+    radii = torch.stack([RADIUS[s](u, v) for s in SHAPES])
+    each = torch.arange(len(u))
+    other = (shape + torch.randint(1, len(SHAPES), shape.shape, generator=g)) % len(SHAPES)
+    radius = torch.lerp(radii[shape, each], radii[other, each], way * odd[0])
+    radius = radius + 0.2 * wave * odd[1] * (folds * torch.atan2(v, u) + phase).cos()
+    kept = u * turn.cos() + v * turn.sin() < torch.where(odd[3], 1.2 * where, 2.0)
+    return (radius <= 1) & kept
+
+
+def inked(u: Tensor, v: Tensor, color: Tensor, g: torch.Generator) -> Tensor:
+    """How far from white (N, 3, P, P) each point is: of a colour or a tint, full or pale, evenly or
+    less on one side."""
+    n = len(u)
+    toward = 1 - torch.tensor([*scenes.COLORS.values()])
+    turn = 6.2832 * torch.rand(2, n, 1, 1, generator=g)
+    along = ((u * turn.cos() + v * turn.sin() + 1.2) / 2.4).clamp(0, 1)  # (2, N, P, P)
+    tinted, pale, uneven = torch.rand(3, n, 1, 1, generator=g) < torch.tensor([0.3, 0.3, 0.5])[:, None, None, None]
+    mixed, least = torch.rand(2, n, 1, 1, generator=g)
+    other = (color + torch.randint(1, len(COLORS), color.shape, generator=g)) % len(COLORS)
+    share = 0.8 * mixed * tinted * torch.where(uneven, along[0], 1.0)
+    full = 1 - pale * (0.9 - 0.8 * least) * torch.where(uneven, along[1], 1.0)
+    own, foreign = toward[color][:, :, None, None], toward[other][:, :, None, None]
+    return full[:, None] * torch.lerp(own, foreign, share[:, None])
+
+
+def defined(away: Tensor, corner: Tensor) -> Tensor:
+    """What the world calls each object, from how far its pixels (N, 3, WINDOW, WINDOW) are from
+    white: rows (x, y, size, shape, colour, unclear).
+
+    Its colour is the one that most pixels are nearest to, and counts where a pixel is near enough
+    and at least half full; its shape is the one that those pixels overlap most.
+    """
+    toward = 1 - torch.tensor([*scenes.COLORS.values()])
+    length = away.norm(dim=1).clamp_min(1e-6)
+    near = torch.einsum("nkhw,ck->nchw", away / length[:, None], F.normalize(toward, dim=1))
+    best, hue = near.max(1)
+    seen = (best >= verify.SAME_COLOR) & (length / toward.norm(dim=1)[hue] >= verify.COVERED)
+    counts = torch.stack([(seen & (hue == c)).flatten(1).sum(1) for c in range(len(COLORS))], 1)
+    most, color = counts.max(1)
+    own = seen & (hue == color[:, None, None])
+    pale = most < verify.SPECK
+    own[pale] = length[pale] > 0.03
+    low, high = bounds(own)  # (N, 2)
+    points = torch.arange(WINDOW) + 0.5
+    u, v = ((points - low[..., None]) / (high - low)[..., None] * 2 - 1).unbind(1)
+    u, v = torch.broadcast_tensors(u[:, None, :], v[:, :, None])
+    ideal = torch.stack([RADIUS[s](u, v) <= 1 for s in SHAPES])
+    shared = (ideal & own).flatten(2).sum(2) / (ideal | own).flatten(2).sum(2)
+    overlap, shape = shared.max(0)
+    sides = (high - low).sort(1).values
+    clear = ~pale & (counts.sum(1) - most < verify.SPECK)
+    clear &= sides[:, 0] >= verify.SQUARENESS * sides[:, 1]
+    clear &= overlap >= torch.tensor([verify.OVERLAP[s] for s in SHAPES])[shape]
+    said = torch.stack([sides[:, 1], shape, color, ~clear], 1)
+    return torch.cat([corner + (low + high) / 2, said], 1)
+
+
+def bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The lowest and the highest edge (N, 2), x and y, of the points of each mask (N, P, P)."""
+    lines = torch.stack([mask.any(1), mask.any(2)], 1).float()  # (N, 2, P)
+    return lines.argmax(2).float(), mask.shape[-1] - lines.flip(2).argmax(2).float()
 
 
 def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
@@ -201,7 +274,7 @@ class Second:
                     color[i, :, rows, columns].argmax(0),
                 )
                 u, v, size = where[i, :, rows, columns]
-                clear = unclear[i, 0, rows, columns] < CLEAR
+                clear = unclear[i, 0, rows, columns] < 0
                 found = tuple(
                     world.FoundObject(f"{COLORS[c]} {SHAPES[k]}" if sure else None, x, y, 16 * s)
                     for k, c, sure, x, y, s in zip(
@@ -285,7 +358,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("what", choices=["train", "agree"])
     parser.add_argument("runs", type=Path, nargs="*")
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
