@@ -141,7 +141,10 @@ def blurred(x: Tensor, width: Tensor) -> Tensor:
 def bent(u: Tensor, v: Tensor, shape: Tensor, g: torch.Generator) -> Tensor:
     """Points (N, P, P) inside of shapes, half of them on the way to another shape, wavy, flat or
     cut."""
-    odd = torch.rand(4, len(u), 1, 1, generator=g) < torch.tensor([0.4, 0.3, 0.1, 0.1])[:, None, None, None]
+    odd = (
+        torch.rand(4, len(u), 1, 1, generator=g)
+        < torch.tensor([0.4, 0.3, 0.1, 0.1])[:, None, None, None]
+    )
     way, wave, flat, where = torch.rand(4, len(u), 1, 1, generator=g)
     turn, phase = 6.2832 * torch.rand(2, len(u), 1, 1, generator=g)
     folds = torch.randint(2, 6, (len(u), 1, 1), generator=g)
@@ -162,7 +165,9 @@ def inked(u: Tensor, v: Tensor, color: Tensor, g: torch.Generator) -> Tensor:
     toward = 1 - torch.tensor([*scenes.COLORS.values()])
     turn = 6.2832 * torch.rand(2, n, 1, 1, generator=g)
     along = ((u * turn.cos() + v * turn.sin() + 1.2) / 2.4).clamp(0, 1)  # (2, N, P, P)
-    tinted, pale, uneven = torch.rand(3, n, 1, 1, generator=g) < torch.tensor([0.3, 0.3, 0.5])[:, None, None, None]
+    tinted, pale, uneven = (
+        torch.rand(3, n, 1, 1, generator=g) < torch.tensor([0.3, 0.3, 0.5])[:, None, None, None]
+    )
     mixed, least = torch.rand(2, n, 1, 1, generator=g)
     other = (color + torch.randint(1, len(COLORS), color.shape, generator=g)) % len(COLORS)
     share = 0.8 * mixed * tinted * torch.where(uneven, along[0], 1.0)
