@@ -88,13 +88,7 @@ def detect(images: Tensor) -> list[list[FoundShape]]:
     names = list(COLORS)
     if images.shape[-3:] != (3, PIXELS, PIXELS) or images.ndim != 4:
         images = to_world(images)
-    toward = 1 - torch.tensor([COLORS[c] for c in names], device=images.device)  # (C, 3)
-    away = 1 - images.float().clamp(0, 1)
-    length = away.norm(dim=1).clamp_min(1e-6)
-    cosine = torch.einsum("bkhw,ck->bchw", away / length[:, None], F.normalize(toward, dim=1))
-    best, color = cosine.max(1)
-    coverage = length / toward.norm(dim=1)[color]
-    covered = (coverage >= COVERED) & (best >= SAME_COLOR)
+    color, covered = nearest(1 - images.float().clamp(0, 1))
     planes = torch.stack([covered & (color == c) for c in range(len(names))], 1)  # (B, C, H, W)
     busy = torch.nonzero(planes.flatten(2).sum(2) >= SPECK)  # planes that hold anything
     out: list[list[FoundShape]] = [[] for _ in range(len(images))]
@@ -103,10 +97,21 @@ def detect(images: Tensor) -> list[list[FoundShape]]:
     rows, masks = objects(components(planes[busy[:, 0], busy[:, 1]]))
     if not len(masks):
         return out
-    for (image, c), shape in zip(busy[rows].tolist(), _recognise(masks), strict=True):
+    for (image, c), shape in zip(busy[rows].tolist(), recognise(masks), strict=True):
         kind, x, y, width, height = shape
         out[image].append(FoundShape(kind, names[c], x, y, width, height))
     return out
+
+
+def nearest(away: Tensor) -> tuple[Tensor, Tensor]:
+    """Pixels' distances from white (B, 3, H, W) -> (the number of the colour that each is nearest
+    to (B, H, W), whether it is near enough to it and covered)."""
+    toward = 1 - torch.tensor([*COLORS.values()], device=away.device)  # (C, 3)
+    length = away.norm(dim=1).clamp_min(1e-6)
+    cosine = torch.einsum("bkhw,ck->bchw", away / length[:, None], F.normalize(toward, dim=1))
+    best, color = cosine.max(1)
+    coverage = length / toward.norm(dim=1)[color]
+    return color, (coverage >= COVERED) & (best >= SAME_COLOR)
 
 
 def objects(labels: Tensor, least: int = SPECK) -> tuple[Tensor, Tensor]:
@@ -120,7 +125,7 @@ def objects(labels: Tensor, least: int = SPECK) -> tuple[Tensor, Tensor]:
     return rows, labels[rows] == (values % stride)[:, None, None]
 
 
-def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, float]]:
+def recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, float]]:
     """Recognise shape, centre and size of each component (K, H, W) bool."""
     _, h, w = masks.shape
     ys, xs = torch.arange(h, device=masks.device), torch.arange(w, device=masks.device)

@@ -97,8 +97,10 @@ def draw_edits() -> None:
         listed = []
         for i, row in enumerate(rows, seed):  # seeds of the pairs, as in the lists themselves
             names = {"image": f"{i:03d}_source.png", "ground_truth": f"{i:03d}_result.png"}
-            for name, side in zip(names.values(), EDITS.pair(row["prompt"], i), strict=True):
-                EDITS.picture(side).save(FOLDER / "edits" / name)
+            source, result = map(EDITS.picture, EDITS.pair(row["prompt"], i))
+            assert source == row["image"]
+            row["image"].save(FOLDER / "edits" / names["image"])
+            result.save(FOLDER / "edits" / names["ground_truth"])
             listed.append(row | names)
         write(FOLDER / "edits" / f"{part}.jsonl", listed)
 

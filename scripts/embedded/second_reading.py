@@ -105,14 +105,14 @@ def placed(g: torch.Generator) -> list[world.Placed]:
 def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     """(pictures (count, 3, 64, 64), a row (picture, x, y, size, shape, colour, unclear) of each
     object)."""
-    listed = [(i, o) for i in range(count) for o in placed(g)]
-    names = [o.name.split() for _, o in listed]
-    given = torch.tensor(
-        [
-            (o.x, o.y, o.size, SHAPES.index(shape), COLORS.index(color))
-            for (_, o), (color, shape) in zip(listed, names, strict=True)
-        ]
-    )
+    rows = [
+        (i, o.x, o.y, o.size, SHAPES.index(shape), COLORS.index(color))
+        for i in range(count)
+        for o in placed(g)
+        for color, shape in [o.name.split()]
+    ]
+    picture, given = torch.tensor(rows).split([1, 5], 1)
+    picture = picture[:, 0].long()
     corner = (given[:, :2] - WINDOW / 2).floor()
     line = corner[..., None] + (torch.arange(WINDOW * FINE) + 0.5) / FINE  # (N, 2, points)
     u, v = ((line - given[:, :2, None]) / given[:, 2, None, None] * 2).unbind(1)
@@ -120,7 +120,6 @@ def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     cover = F.avg_pool2d(bent(u, v, given[:, 3].long(), g)[:, None].float(), FINE)
     middle = slice(FINE // 2, None, FINE)
     away = cover * inked(u[:, middle, middle], v[:, middle, middle], given[:, 4].long(), g)
-    picture = torch.tensor([i for i, _ in listed])
     width = torch.rand(count, 1, 1, 1, generator=g)[picture]
     cover, away = blurred(cover, width), blurred(away, width)
     room = torch.ones(count, 3, *[scenes.PIXELS + 2 * WINDOW] * 2)
@@ -138,13 +137,17 @@ def blurred(x: Tensor, width: Tensor) -> Tensor:
     return torch.lerp(x, F.avg_pool2d(x, 3, stride=1, padding=1), 0.7 * width)
 
 
-def bent(u: Tensor, v: Tensor, shape: Tensor, g: torch.Generator) -> Tensor:
-    """Points (N, P, P) inside of shapes, half of them on the way to another shape, wavy, flat or
-    cut."""
-    odd = (
-        torch.rand(4, len(u), 1, 1, generator=g)
-        < torch.tensor([0.4, 0.3, 0.1, 0.1])[:, None, None, None]
+def some(shares: tuple[float, ...], count: int, g: torch.Generator) -> Tensor:
+    """Which of so many objects, (len(shares), count, 1, 1) bool, each true in its share of them."""
+    return torch.rand(len(shares), count, 1, 1, generator=g) < torch.tensor(shares).view(
+        -1, 1, 1, 1
     )
+
+
+def bent(u: Tensor, v: Tensor, shape: Tensor, g: torch.Generator) -> Tensor:
+    """Points (N, P, P) inside of shapes, two thirds of which are on the way to another shape, wavy,
+    flat or cut."""
+    odd = some((0.4, 0.3, 0.1, 0.1), len(u), g)
     way, wave, flat, where = torch.rand(4, len(u), 1, 1, generator=g)
     turn, phase = 6.2832 * torch.rand(2, len(u), 1, 1, generator=g)
     folds = torch.randint(2, 6, (len(u), 1, 1), generator=g)
@@ -165,9 +168,7 @@ def inked(u: Tensor, v: Tensor, color: Tensor, g: torch.Generator) -> Tensor:
     toward = 1 - torch.tensor([*scenes.COLORS.values()])
     turn = 6.2832 * torch.rand(2, n, 1, 1, generator=g)
     along = ((u * turn.cos() + v * turn.sin() + 1.2) / 2.4).clamp(0, 1)  # (2, N, P, P)
-    tinted, pale, uneven = (
-        torch.rand(3, n, 1, 1, generator=g) < torch.tensor([0.3, 0.3, 0.5])[:, None, None, None]
-    )
+    tinted, pale, uneven = some((0.3, 0.3, 0.5), n, g)
     mixed, least = torch.rand(2, n, 1, 1, generator=g)
     other = (color + torch.randint(1, len(COLORS), color.shape, generator=g)) % len(COLORS)
     share = 0.8 * mixed * tinted * torch.where(uneven, along[0], 1.0)
@@ -178,40 +179,24 @@ def inked(u: Tensor, v: Tensor, color: Tensor, g: torch.Generator) -> Tensor:
 
 def defined(away: Tensor, corner: Tensor) -> Tensor:
     """What the world calls each object, from how far its pixels (N, 3, WINDOW, WINDOW) are from
-    white: rows (x, y, size, shape, colour, unclear).
+    white: rows (x, y, size, shape, colour, unclear). An unclear one has the shape -1.
 
-    Its colour is the one that most pixels are nearest to, and counts where a pixel is near enough
-    and at least half full; its shape is the one that those pixels overlap most.
+    Its colour is the one that most of its covered pixels have, and those pixels are its shape.
     """
-    toward = 1 - torch.tensor([*scenes.COLORS.values()])
-    length = away.norm(dim=1).clamp_min(1e-6)
-    near = torch.einsum("nkhw,ck->nchw", away / length[:, None], F.normalize(toward, dim=1))
-    best, hue = near.max(1)
-    seen = (best >= verify.SAME_COLOR) & (length / toward.norm(dim=1)[hue] >= verify.COVERED)
+    hue, seen = verify.nearest(away)
     counts = torch.stack([(seen & (hue == c)).flatten(1).sum(1) for c in range(len(COLORS))], 1)
     most, color = counts.max(1)
     own = seen & (hue == color[:, None, None])
     pale = most < verify.SPECK
-    own[pale] = length[pale] > 0.03
-    low, high = bounds(own)  # (N, 2)
-    points = torch.arange(WINDOW) + 0.5
-    u, v = ((points - low[..., None]) / (high - low)[..., None] * 2 - 1).unbind(1)
-    u, v = torch.broadcast_tensors(u[:, None, :], v[:, :, None])
-    ideal = torch.stack([RADIUS[s](u, v) <= 1 for s in SHAPES])
-    shared = (ideal & own).flatten(2).sum(2) / (ideal | own).flatten(2).sum(2)
-    overlap, shape = shared.max(0)
-    sides = (high - low).sort(1).values
-    clear = ~pale & (counts.sum(1) - most < verify.SPECK)
-    clear &= sides[:, 0] >= verify.SQUARENESS * sides[:, 1]
-    clear &= overlap >= torch.tensor([verify.OVERLAP[s] for s in SHAPES])[shape]
-    said = torch.stack([sides[:, 1], shape, color, ~clear], 1)
-    return torch.cat([corner + (low + high) / 2, said], 1)
-
-
-def bounds(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The lowest and the highest edge (N, 2), x and y, of the points of each mask (N, P, P)."""
-    lines = torch.stack([mask.any(1), mask.any(2)], 1).float()  # (N, 2, P)
-    return lines.argmax(2).float(), mask.shape[-1] - lines.flip(2).argmax(2).float()
+    own[pale] = away.norm(dim=1)[pale] > 0.03
+    single = ~pale & (counts.sum(1) - most < verify.SPECK)
+    rows = []
+    for (name, x, y, *sides), one in zip(verify.recognise(own), single.tolist(), strict=True):
+        shape = SHAPES.index(name) if name and one else -1
+        rows.append((x, y, max(sides), shape))
+    table = torch.tensor(rows)
+    table[:, :2] += corner
+    return torch.cat([table, torch.stack([color, table[:, 3] < 0], 1)], 1)
 
 
 def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:

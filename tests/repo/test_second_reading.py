@@ -46,10 +46,10 @@ def test_drawn_objects_are_as_their_rows_say():
     clear = table[:, 6] == 0
     assert 0.5 < clear.float().mean() < 0.9
     found, right = small.detect(pictures), []
-    for picture, x, y, _, shape, color, _ in table.tolist():
+    for picture, x, y, _, shape, color, unclear in table.tolist():
         name = f"{second_reading.COLORS[int(color)]} {second_reading.SHAPES[int(shape)]}"
         here = [o for o in found[int(picture)].objects if abs(o.x - x) < 3 and abs(o.y - y) < 3]
-        right.append(any(o.name == name for o in here))
+        right.append(any(o.name and (unclear or o.name == name) for o in here))
     marks = torch.tensor(right)
     assert marks[clear].float().mean() > 0.95 and marks[~clear].float().mean() < 0.1
 
