@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from flowrl.scenes.grammar import DIRECTIONS, MOTIONS, Motion, read, sentences, 
 from flowrl.scenes.world import (
     MARGIN,
     PIXELS,
+    FoundObject,
     FoundScene,
     Placed,
     Scene,
@@ -25,6 +27,7 @@ DRAWN = 4  # px, least change of size that is drawn, since a faded tip can take 
 TIP = 1  # px, how far a size may step back, for the same reason
 FEWEST = 3  # frames of a video
 STEADY = 0.9  # least direction that is strictly right
+CLEAR = 2 / 3  # least share of the frames with objects that have to be exactly right
 BACKWARDS = ("moves left", "moves up", "disappears", "shrinks")  # drawn from the last frame on
 SHARES = dict.fromkeys(MOTIONS, 1 / len(MOTIONS))
 
@@ -96,21 +99,29 @@ def verdict(found: list[FoundScene], motion: Motion, grown: int = GROWN) -> dict
 
     number: share of frames with as many objects as the motion has then. persistence: share of
     frames in which every object is what the sentence names, on the background that it names or that
-    the first frame has. direction: the way in the asked direction (or the change of size) over the
-    whole way, less where it is below MOVED (or `grown`), of which a step counts for at most a half,
-    so that a jump is not enough; 1 where objects appear or disappear once. partial is the product
-    of the three; strict is 1 where the first two are 1 and direction is at least STEADY. Fewer than
-    FEWEST frames -> ValueError.
+    the first frame has. Once that is so in CLEAR of the frames that have objects, those in which
+    the objects are nearly that count, too. direction: the way in the asked direction (or the change
+    of size) over the whole way, less where it is below MOVED (or `grown`), of which a step counts
+    for at most a half, so that a jump is not enough; 1 where objects appear or disappear once.
+    partial is the product of the three; strict is 1 where the first two are 1 and direction is at
+    least STEADY. Fewer than FEWEST frames -> ValueError.
     """
     if len(found) < FEWEST:
         shown = f"and the video has {len(found)}"
         raise ValueError(f'"{text(motion)}" takes at least {FEWEST} frames, {shown}')
     # a sentence that names no background leaves it open, but it must not change on the way
     ground = motion.background or found[0].background
-    own = [
-        f.known() and f.background == ground and all(o.name == motion.thing.noun for o in f.objects)
-        for f in found
-    ]
+    noun = motion.thing.noun
+    grounded = [f.background is not None and f.background == ground for f in found]
+
+    def frames(same: Callable[[FoundObject], bool]) -> list[bool]:
+        each = zip(grounded, found, strict=True)
+        return [on and all(map(same, f.objects)) for on, f in each]
+
+    own = frames(lambda o: o.name == noun)
+    shown = [right for right, f in zip(own, found, strict=True) if f.objects]
+    if sum(shown) >= CLEAR * len(shown):
+        own = frames(lambda o: noun in (o.name, *o.like))
     counts, asked = [len(f.objects) for f in found], motion.thing.count
     comes = motion.verb == "appears"
     if comes or motion.verb == "disappears":

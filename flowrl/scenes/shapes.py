@@ -35,13 +35,15 @@ def detect(images: Tensor) -> list[FoundScene]:
             x, y = (int(v - HALO) for v in (o.x - o.width / 2, o.y - o.height / 2))
             right, low = (int(v + 2 * HALO) for v in (x + o.width, y + o.height))
             ink[max(0, y) : low, max(0, x) : right] = False
-        found = (
-            FoundObject(o.shape and f"{o.color} {o.shape}", o.x, o.y, max(o.width, o.height))
-            for o in shapes
-        )
         white = int(ink.sum()) < verify.SPECK
-        out.append(FoundScene(tuple(found), "white" if white else None))
+        out.append(FoundScene(tuple(map(found, shapes)), "white" if white else None))
     return out
+
+
+def found(o: verify.FoundShape) -> FoundObject:
+    """A shape as an object of this world."""
+    name, like = o.shape and f"{o.color} {o.shape}", tuple(f"{o.color} {s}" for s in o.like)
+    return FoundObject(name, o.x, o.y, max(o.width, o.height), like)
 
 
 SHAPES = SmallWorld(

@@ -53,6 +53,7 @@ class FoundObject:
     x: float  # px, horizontal place of the tile's centre, or of the centre of gravity
     y: float  # px, vertical place
     size: float  # px, side of the tile; 0: not recognised
+    like: tuple[str, ...] = ()  # nouns that it nearly is
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,9 @@ blob of the right area is not taken for a circle.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ SPECK = 12  # px; smaller components are ignored
 # but 0.86 with each other.
 OVERLAP = {"circle": 0.78, "square": 0.78, "triangle": 0.68}
 SQUARENESS = 0.72  # least ratio of shorter to longer side of a bounding box
+SLACK = 0.06  # by which an outline that is nearly a shape may miss any of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class FoundShape:
     y: float  # px, vertical place of the box's centre
     width: float  # px, width of the box
     height: float  # px, height of the box
+    like: tuple[str, ...] = ()  # names of SHAPES that it is or nearly is
 
 
 def components(mask: Tensor) -> Tensor:
@@ -97,9 +101,10 @@ def detect(images: Tensor) -> list[list[FoundShape]]:
     rows, masks = objects(components(planes[busy[:, 0], busy[:, 1]]))
     if not len(masks):
         return out
-    for (image, c), shape in zip(busy[rows].tolist(), recognise(masks), strict=True):
-        kind, x, y, width, height = shape
-        out[image].append(FoundShape(kind, names[c], x, y, width, height))
+    images_of, colors = busy[rows].T.tolist()
+    found = recognise(masks, [names[c] for c in colors])
+    for image, shape in zip(images_of, found, strict=True):
+        out[image].append(shape)
     return out
 
 
@@ -125,8 +130,12 @@ def objects(labels: Tensor, least: int = SPECK) -> tuple[Tensor, Tensor]:
     return rows, labels[rows] == (values % stride)[:, None, None]
 
 
-def recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, float]]:
-    """Recognise shape, centre and size of each component (K, H, W) bool."""
+def recognise(masks: Tensor, colors: Iterable[str]) -> list[FoundShape]:
+    """Recognise shape, centre and size of each component (K, H, W) bool of a colour.
+
+    Its shape is the one that it overlaps most, if it does so enough; it is nearly each shape that
+    misses the largest overlap, or what is enough, by at most SLACK.
+    """
     _, h, w = masks.shape
     ys, xs = torch.arange(h, device=masks.device), torch.arange(w, device=masks.device)
     rows, cols = masks.any(2), masks.any(1)
@@ -138,13 +147,19 @@ def recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, floa
     ideal = [INSIDE[s](u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES]
     shapes = torch.stack(ideal, 1)  # (K, S, H, W)
     overlap, union = shapes & masks[:, None], shapes | masks[:, None]
-    iou, shape = (overlap.flatten(2).sum(2) / union.flatten(2).sum(2)).max(1)
+    ious = overlap.flatten(2).sum(2) / union.flatten(2).sum(2)
+    iou, shape = ious.max(1)
     enough = torch.tensor([OVERLAP[s] for s in SHAPES], device=masks.device)
     squareness = torch.minimum(width, height) / torch.maximum(width, height)
     known = (iou >= enough[shape]) & (squareness >= SQUARENESS)
+    near = ious >= torch.maximum(enough, iou[:, None]) - SLACK
+    near &= (squareness >= SQUARENESS - SLACK)[:, None]
     box = torch.stack([(left + right) / 2, (top + bottom) / 2, width, height], 1)
-    each = zip(shape.tolist(), known.tolist(), box.tolist(), strict=True)
-    return [(SHAPES[s] if sure else None, x, y, a, b) for s, sure, (x, y, a, b) in each]
+    each = (shape.tolist(), known.tolist(), colors, box.tolist(), near.tolist())
+    return [
+        FoundShape(SHAPES[s] if sure else None, color, *place, tuple(compress(SHAPES, like)))
+        for s, sure, color, place, like in zip(*each, strict=True)
+    ]
 
 
 def complaint(include: Any) -> str | None:

@@ -52,19 +52,23 @@ FINE = 3  # points a side of a pixel that are drawn
 
 
 class Reader(nn.Module):
-    """Pictures (B, 3, 64, 64) in [0, 1] -> (B, 14, 16, 16): whether an object's centre is here,
-    whether it is unclear, 3 shapes and 6 colours (logits), and where in the cell and how large."""
+    """Pictures (B, 3, 64, 64) in [0, 1] -> (B, 16, 16, 16): whether an object's centre is here,
+    whether it is each of 3 shapes, whether it nearly is, 6 colours (logits), and where in the cell
+    and how large."""
 
-    def __init__(self, width: int = 40) -> None:
+    def __init__(self, fine: int = 48, width: int = 80) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 5, stride=2, padding=2),
-            nn.GroupNorm(8, width),
+            nn.Conv2d(3, fine, 5, stride=2, padding=2),
+            nn.GroupNorm(8, fine),
             nn.SiLU(),
-            nn.Conv2d(width, width, 3, padding=1),
-            nn.GroupNorm(8, width),
+            nn.Conv2d(fine, fine, 3, padding=1),
+            nn.GroupNorm(8, fine),
             nn.SiLU(),
-            nn.Conv2d(width, width, 3, stride=2, padding=1),
+            nn.Conv2d(fine, fine, 3, padding=1),
+            nn.GroupNorm(8, fine),
+            nn.SiLU(),
+            nn.Conv2d(fine, width, 3, stride=2, padding=1),
         )
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -77,13 +81,14 @@ class Reader(nn.Module):
             )
             for dilation in (1, 2, 1)
         )
-        self.head = nn.Conv2d(width, 2 + len(SHAPES) + len(COLORS) + 3, 1)
+        self.parts = [1, len(SHAPES), len(SHAPES), len(COLORS), 3]
+        self.head = nn.Conv2d(width, sum(self.parts), 1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         h = self.stem(1 - x)
         for block in self.blocks:
             h = h + block(h)
-        return self.head(h).split([1, 1, len(SHAPES), len(COLORS), 3], 1)
+        return self.head(h).split(self.parts, 1)
 
 
 # ---------------------------------------------------------------------------
@@ -103,8 +108,8 @@ def placed(g: torch.Generator) -> list[world.Placed]:
 
 
 def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(pictures (count, 3, 64, 64), a row (picture, x, y, size, shape, colour, unclear) of each
-    object)."""
+    """(pictures (count, 3, 64, 64), a row (picture, x, y, size, colour, which shapes it is, which
+    it nearly is) of each object). Three in ten are of other sizes, as what grows."""
     rows = [
         (i, o.x, o.y, o.size, SHAPES.index(shape), COLORS.index(color))
         for i in range(count)
@@ -113,6 +118,8 @@ def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     ]
     picture, given = torch.tensor(rows).split([1, 5], 1)
     picture = picture[:, 0].long()
+    other = some((0.3,), len(given), g)[0, :, 0, 0]
+    given[:, 2] *= torch.where(other, 0.5 + 0.65 * torch.rand(len(given), generator=g), 1.0)
     corner = (given[:, :2] - WINDOW / 2).floor()
     line = corner[..., None] + (torch.arange(WINDOW * FINE) + 0.5) / FINE  # (N, 2, points)
     u, v = ((line - given[:, :2, None]) / given[:, 2, None, None] * 2).unbind(1)
@@ -145,13 +152,14 @@ def some(shares: tuple[float, ...], count: int, g: torch.Generator) -> Tensor:
 
 
 def bent(u: Tensor, v: Tensor, shape: Tensor, g: torch.Generator) -> Tensor:
-    """Points (N, P, P) inside of shapes, two thirds of which are on the way to another shape, wavy,
-    flat or cut."""
-    odd = some((0.4, 0.3, 0.1, 0.1), len(u), g)
+    """Points (N, P, P) inside of shapes, most of which are on the way to another shape, wavy, thin
+    or cut."""
+    odd = some((0.4, 0.3, 0.3, 0.1, 0.5), len(u), g)
     way, wave, flat, where = torch.rand(4, len(u), 1, 1, generator=g)
     turn, phase = 6.2832 * torch.rand(2, len(u), 1, 1, generator=g)
     folds = torch.randint(2, 6, (len(u), 1, 1), generator=g)
-    v = v / (1 - 0.4 * flat * odd[2])
+    thin = 1 - 0.4 * flat * odd[2]
+    u, v = torch.where(odd[4], u / thin, u), torch.where(odd[4], v, v / thin)
     radii = torch.stack([RADIUS[s](u, v) for s in SHAPES])
     each = torch.arange(len(u))
     other = (shape + torch.randint(1, len(SHAPES), shape.shape, generator=g)) % len(SHAPES)
@@ -179,7 +187,7 @@ def inked(u: Tensor, v: Tensor, color: Tensor, g: torch.Generator) -> Tensor:
 
 def defined(away: Tensor, corner: Tensor) -> Tensor:
     """What the world calls each object, from how far its pixels (N, 3, WINDOW, WINDOW) are from
-    white: rows (x, y, size, shape, colour, unclear). An unclear one has the shape -1.
+    white: rows (x, y, size, colour, whether it is each shape, whether it nearly is).
 
     Its colour is the one that most of its covered pixels have, and those pixels are its shape.
     """
@@ -191,47 +199,48 @@ def defined(away: Tensor, corner: Tensor) -> Tensor:
     own[pale] = away.norm(dim=1)[pale] > 0.03
     single = ~pale & (counts.sum(1) - most < verify.SPECK)
     rows = []
-    for (name, x, y, *sides), one in zip(verify.recognise(own), single.tolist(), strict=True):
-        shape = SHAPES.index(name) if name and one else -1
-        rows.append((x, y, max(sides), shape))
+    hues = [COLORS[c] for c in color.tolist()]
+    for o, one in zip(verify.recognise(own, hues), single.tolist(), strict=True):
+        exact, near = ([one and s in of for s in SHAPES] for of in ((o.shape,), o.like))
+        rows.append((o.x, o.y, max(o.width, o.height), COLORS.index(o.color), *exact, *near))
     table = torch.tensor(rows)
     table[:, :2] += corner
-    return torch.cat([table, torch.stack([color, table[:, 3] < 0], 1)], 1)
+    return table
 
 
 def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
     """Of centres everywhere, and of what is said at the objects' own places."""
-    center, unclear, shape, color, where = answer
-    picture, x, y, size, kind, hue, wrong = table.T
+    center, exact, near, color, where = answer
+    picture, x, y, size, hue = table[:, :5].T
     column, row = (x / CELL).long().clamp(0, SIDE - 1), (y / CELL).long().clamp(0, SIDE - 1)
     at = picture.long(), slice(None), row, column
     asked = torch.zeros_like(center)
     asked[at] = 1.0
-    clear = wrong == 0
+    clear = table[:, 5:].any(1)
     place = torch.stack([x / CELL - column, y / CELL - row, size / 16], 1)
     return (
         F.binary_cross_entropy_with_logits(center, asked, pos_weight=torch.tensor(8.0)) * 20
-        + F.binary_cross_entropy_with_logits(unclear[at][:, 0], wrong)
-        + F.cross_entropy(shape[at][clear], kind[clear].long())
+        + 6 * F.binary_cross_entropy_with_logits(torch.cat([exact[at], near[at]], 1), table[:, 5:])
         + F.cross_entropy(color[at][clear], hue[clear].long())
         + 2 * (where[at] - place)[clear].abs().mean()
     )
 
 
 def train(args: argparse.Namespace) -> None:
-    from train_shapes import learning_rate  # a reward is loaded from its file alone
+    # a reward is loaded from its file alone
+    from train_shapes import descend, learning_rate
+    from train_stickers import optimizers_of_kernels
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     model = Reader().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    optimizers = optimizers_of_kernels(model, muon=True).values()
     for step in range(args.steps):
         x, table = drawn(args.batch, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
-        loss = loss_of(model(x.contiguous(memory_format=torch.channels_last)), table)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.param_groups[0]["lr"] = learning_rate(step, args.steps, args.lr)
-        optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            said = model(x.contiguous(memory_format=torch.channels_last))
+        loss = loss_of(tuple(part.float() for part in said), table)
+        descend(loss, model, optimizers, learning_rate(step, args.steps, args.lr))
         if step % 100 == 0:
             print(f"{step} loss {loss.item():.4f}", flush=True)
     model = model.to(memory_format=torch.contiguous_format).half()
@@ -241,6 +250,22 @@ def train(args: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------
 # reading
+
+
+def named(
+    place: tuple[int, int],
+    exact: list[float],
+    near: list[float],
+    color: list[float],
+    where: list[float],
+) -> world.FoundObject:
+    """An object from what the network says at a place."""
+    hue = COLORS[color.index(max(color))]
+    best = exact.index(max(exact))
+    name = f"{hue} {SHAPES[best]}" if exact[best] > 0 else None
+    like = tuple(f"{hue} {s}" for s, sure in zip(SHAPES, near, strict=True) if sure > 0)
+    y, x = (CELL * (i + d) for i, d in zip(place, (where[1], where[0]), strict=True))
+    return world.FoundObject(name, x, y, 16 * where[2], like)
 
 
 class Second:
@@ -255,29 +280,14 @@ class Second:
         """(B, 3, 64, 64) in [0, 1] -> what each shows; an unclear object has no name."""
         out = []
         for some in images.split(256):
-            center, unclear, shape, color, where = self.model(some)
+            center, *said = self.model(some)
             peak = (center == F.max_pool2d(center, 3, 1, 1)) & (center > 0)
             for i in range(len(some)):
                 rows, columns = peak[i, 0].nonzero().T
-                kinds, hues = (
-                    shape[i, :, rows, columns].argmax(0),
-                    color[i, :, rows, columns].argmax(0),
-                )
-                u, v, size = where[i, :, rows, columns]
-                clear = unclear[i, 0, rows, columns] < 0
-                found = tuple(
-                    world.FoundObject(f"{COLORS[c]} {SHAPES[k]}" if sure else None, x, y, 16 * s)
-                    for k, c, sure, x, y, s in zip(
-                        kinds.tolist(),
-                        hues.tolist(),
-                        clear.tolist(),
-                        (CELL * (columns + u)).tolist(),
-                        (CELL * (rows + v)).tolist(),
-                        size.tolist(),
-                        strict=True,
-                    )
-                )
-                out.append(world.FoundScene(found, "white"))
+                at = [part[i, :, rows, columns] for part in said]
+                places = zip(rows.tolist(), columns.tolist(), strict=True)
+                objects = (named(*o) for o in zip(places, *(a.T.tolist() for a in at), strict=True))
+                out.append(world.FoundScene(tuple(objects), "white"))
         return out
 
     def strict(self, media: Tensor, texts: Sequence[str], context: MediaContext) -> list[bool]:

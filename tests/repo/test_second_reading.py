@@ -1,5 +1,7 @@
 """What a reader and a second network say of samples that the verifier of shapes judges."""
 
+from itertools import compress
+
 import contact_sheet
 import pytest
 import second_reading
@@ -9,6 +11,7 @@ import flowrl
 from flowrl.data.prompts import load_prompts
 from flowrl.scenes import shapes as small
 from flowrl.scenes import world
+from flowrl.shapes import scenes
 from flowrl.types import MediaContext
 
 SHEETS = sorted(path.stem for path in contact_sheet.FOLDER.glob("*.txt"))
@@ -43,13 +46,21 @@ def test_a_sheet_shows_an_edit_beside_its_source_and_a_video_as_a_square():
 def test_drawn_objects_are_as_their_rows_say():
     pictures, table = second_reading.drawn(96, torch.Generator().manual_seed(0))
     assert pictures.shape == (96, 3, 64, 64)
-    clear = table[:, 6] == 0
-    assert 0.5 < clear.float().mean() < 0.9
+    exact, near = table[:, 5:8] == 1, table[:, 8:] == 1
+    clear = exact.any(1)
+    assert 0.5 < clear.float().mean() < 0.9 and exact.sum(1).max() == 1
+    assert (near & ~exact).any(1).float().mean() > 0.1 and not (exact & ~near).any()
     found, right = small.detect(pictures), []
-    for picture, x, y, _, shape, color, unclear in table.tolist():
-        name = f"{second_reading.COLORS[int(color)]} {second_reading.SHAPES[int(shape)]}"
+    for (picture, x, y, _, color), *shapes in zip(
+        table[:, :5].tolist(), exact.tolist(), near.tolist(), strict=True
+    ):
+        own, like = (
+            {f"{second_reading.COLORS[int(color)]} {s}" for s in compress(scenes.SHAPES, some)}
+            for some in shapes
+        )
         here = [o for o in found[int(picture)].objects if abs(o.x - x) < 3 and abs(o.y - y) < 3]
-        right.append(any(o.name and (unclear or o.name == name) for o in here))
+        right.append(any(o.name and (not own or {o.name} == own) for o in here))
+        right[-1] &= not own or any(set(o.like) == like for o in here)
     marks = torch.tensor(right)
     assert marks[clear].float().mean() > 0.95 and marks[~clear].float().mean() < 0.1
 

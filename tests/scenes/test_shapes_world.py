@@ -10,6 +10,7 @@ from flowrl.data.prompts import load_prompts
 from flowrl.scenes.grammar import MOTIONS as VERBS
 from flowrl.scenes.shapes import EDITS, MOTIONS, SHAPES, detect, render
 from flowrl.scenes.world import Placed, Scene, truth
+from flowrl.shapes.scenes import COLORS
 from flowrl.types import MediaContext
 
 EDIT, MOTION = rewards.load("shapes_edit"), rewards.load("shapes_motion")
@@ -89,6 +90,31 @@ def test_a_motion_is_right_as_drawn_and_a_still_or_reversed_one_is_not(verb):
         assert MOTION(wrong, [f"a red circle {verb}"]).item() == 0
     other = MOTION.parts(media, [f"a red square {verb}"])
     assert other["persistence"] < 1 and other["strict"] == 0
+
+
+def rounded(x, y):
+    """A red square of 16 px whose corners are so round that it is a little more a circle."""
+    place = torch.arange(64) + 0.5
+    u, v = (place - x) / 8, (place[:, None] - y) / 8
+    red = torch.tensor(COLORS["red"])[:, None, None]
+    return torch.where(u.abs() ** 3 + v.abs() ** 3 <= 1, red, 1.0)
+
+
+def test_an_outline_between_two_shapes_counts_where_most_frames_are_clear():
+    """3 of 9 frames may show nearly a square, 4 may not, and a circle is none."""
+    centers = [(12.0 + 5 * i, 30.0) for i in range(9)]
+    (between,) = detect(rounded(*centers[0])[None])[0].objects
+    assert (between.name, set(between.like)) == ("red circle", {"red circle", "red square"})
+    clear = drawn(*[Scene((Placed("red square", *at, 16),)) for at in centers])
+    for count in (3, 4):
+        video = clear.clone()
+        video[2 : 2 + count] = torch.stack([rounded(*at) for at in centers[2 : 2 + count]])
+        read = MOTION.parts(video[None], ["a red square moves right"])
+        assert read["strict"].item() == (count == 3)
+        assert read["persistence"].item() == pytest.approx(1 if count == 3 else 5 / 9)
+    clear[4] = render(Scene((Placed("red circle", *centers[4], 16),)))
+    read = MOTION.parts(clear[None], ["a red square moves right"])
+    assert read["strict"].item() == 0 and read["persistence"].item() == pytest.approx(8 / 9)
 
 
 def test_bad_input_is_refused_in_a_sentence():
