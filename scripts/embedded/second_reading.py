@@ -281,7 +281,7 @@ class Second:
         out = []
         for some in images.split(256):
             center, *said = self.model(some)
-            peak = (center == F.max_pool2d(center, 3, 1, 1)) & (center > 0)
+            peak = (center == F.max_pool2d(center, 5, 1, 2)) & (center > 0)
             for i in range(len(some)):
                 rows, columns = peak[i, 0].nonzero().T
                 at = [part[i, :, rows, columns] for part in said]
