@@ -21,9 +21,7 @@ SHEETS = sorted(path.stem for path in contact_sheet.FOLDER.glob("*.txt"))
 def test_a_reader_agrees_with_the_verifier_on_samples_of_an_embedded_model(name, capsys):
     contact_sheet.read(name)
     said = capsys.readouterr().out
-    # of a video the reader does not see the outline of one frame that the verifier refuses
-    least = 0.8 if name == "shapes-wan" else 0.95
-    assert float(said.partition("agrees on ")[2].split()[0]) >= least and "of 200" in said
+    assert float(said.partition("agrees on ")[2].split()[0]) >= 0.95 and "of 200" in said
 
 
 def test_agreement_names_the_samples_that_one_alone_calls_right():
