@@ -3,11 +3,12 @@
     python scripts/embedded/second_reading.py train       # minutes on two cores
     flowrl train experiment=quickstart-unet reward=scripts/embedded/second_reading.py:second \\
         reward.second.weight=0 reward.shapes.reading=strict output=RUN  # of edits: second_edit
+        # and shapes_edit; of videos: reward.shapes_motion.reading=partial
     python scripts/embedded/second_reading.py agree RUN   # both readings, before and after training
 
 The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
 shapes. The network has seen drawn scenes alone, blurred and noisy, whose objects are bent towards
-other shapes, wavy, flat, cut, tinted or pale. Both follow the same definitions of a colour and of a
+other shapes, wavy, thin, cut, tinted or pale. Both follow the same definitions of a colour and of a
 shape: which tint is still red, and how round a square may be. The network has learned to see that;
 an unclear object has no name, and a picture with one is not right.
 
