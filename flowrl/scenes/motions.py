@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -11,7 +10,6 @@ from flowrl.scenes.grammar import DIRECTIONS, MOTIONS, Motion, read, sentences, 
 from flowrl.scenes.world import (
     MARGIN,
     PIXELS,
-    FoundObject,
     FoundScene,
     Placed,
     Scene,
@@ -111,17 +109,7 @@ def verdict(found: list[FoundScene], motion: Motion, grown: int = GROWN) -> dict
         raise ValueError(f'"{text(motion)}" takes at least {FEWEST} frames, {shown}')
     # a sentence that names no background leaves it open, but it must not change on the way
     ground = motion.background or found[0].background
-    noun = motion.thing.noun
-    grounded = [f.background is not None and f.background == ground for f in found]
-
-    def frames(same: Callable[[FoundObject], bool]) -> list[bool]:
-        each = zip(grounded, found, strict=True)
-        return [on and all(map(same, f.objects)) for on, f in each]
-
-    own = frames(lambda o: o.name == noun)
-    shown = [right for right, f in zip(own, found, strict=True) if f.objects]
-    if sum(shown) >= CLEAR * len(shown):
-        own = frames(lambda o: noun in (o.name, *o.like))
+    own = _right(found, motion.thing.noun, ground)
     counts, asked = [len(f.objects) for f in found], motion.thing.count
     comes = motion.verb == "appears"
     if comes or motion.verb == "disappears":
@@ -138,6 +126,17 @@ def verdict(found: list[FoundScene], motion: Motion, grown: int = GROWN) -> dict
     strict = number == persistence == 1 and direction >= STEADY
     parts = {"number": number, "persistence": persistence, "direction": direction}
     return {"partial": number * persistence * direction, "strict": float(strict), **parts}
+
+
+def _right(found: list[FoundScene], noun: str, ground: str | None) -> list[bool]:
+    """Whether each frame has nothing but the noun on the ground, or nearly, once CLEAR have."""
+    grounded = [f.background is not None and f.background == ground for f in found]
+    each = [*zip(grounded, found, strict=True)]
+    exact = [on and all(o.name == noun for o in f.objects) for on, f in each]
+    filled = [right for right, f in zip(exact, found, strict=True) if f.objects]
+    if sum(filled) < CLEAR * len(filled):
+        return exact
+    return [on and all(noun in (o.name, *o.like) for o in f.objects) for on, f in each]
 
 
 def _along(whole: list[FoundScene], verb: str, grown: int) -> float:

@@ -155,11 +155,11 @@ def recognise(masks: Tensor, colors: Iterable[str]) -> list[FoundShape]:
     near = ious >= torch.maximum(enough, iou[:, None]) - SLACK
     near &= (squareness >= SQUARENESS - SLACK)[:, None]
     box = torch.stack([(left + right) / 2, (top + bottom) / 2, width, height], 1)
-    each = (shape.tolist(), known.tolist(), colors, box.tolist(), near.tolist())
-    return [
-        FoundShape(SHAPES[s] if sure else None, color, *place, tuple(compress(SHAPES, like)))
-        for s, sure, color, place, like in zip(*each, strict=True)
-    ]
+    sure = zip(shape.tolist(), known.tolist(), strict=True)
+    names = [SHAPES[s] if right else None for s, right in sure]
+    likes = [tuple(compress(SHAPES, close)) for close in near.tolist()]
+    each = zip(names, colors, *box.T.tolist(), likes, strict=True)
+    return [FoundShape(*one) for one in each]
 
 
 def complaint(include: Any) -> str | None:
