@@ -130,7 +130,7 @@ def verdict(found: list[FoundScene], motion: Motion, grown: int = GROWN) -> dict
 
 def _right(found: list[FoundScene], noun: str, ground: str | None) -> list[bool]:
     """Whether each frame has nothing but the noun on the ground, or nearly, once CLEAR have."""
-    grounded = [f.background is not None and f.background == ground for f in found]
+    grounded = [ground is not None and f.background == ground for f in found]
     each = [*zip(grounded, found, strict=True)]
     exact = [on and all(o.name == noun for o in f.objects) for on, f in each]
     filled = [right for right, f in zip(exact, found, strict=True) if f.objects]

@@ -1,6 +1,6 @@
 """A second reading of coloured shapes, by a small network: a judge that no reward trains on.
 
-    python scripts/embedded/second_reading.py train       # minutes on two cores
+    python scripts/embedded/second_reading.py train       # half an hour on two cores
     flowrl train experiment=quickstart-unet reward=scripts/embedded/second_reading.py:second \\
         reward.second.weight=0 reward.shapes.reading=strict output=RUN  # of edits: second_edit
         # and shapes_edit; of videos: reward.shapes_motion.reading=partial
@@ -200,10 +200,11 @@ def defined(away: Tensor, corner: Tensor) -> Tensor:
     own[pale] = away.norm(dim=1)[pale] > 0.03
     single = ~pale & (counts.sum(1) - most < verify.SPECK)
     rows = []
-    hues = [COLORS[c] for c in color.tolist()]
-    for o, one in zip(verify.recognise(own, hues), single.tolist(), strict=True):
+    hues = color.tolist()
+    seen_as = verify.recognise(own, [COLORS[c] for c in hues])
+    for o, c, one in zip(seen_as, hues, single.tolist(), strict=True):
         exact, near = ([one and s in of for s in SHAPES] for of in ((o.shape,), o.like))
-        rows.append((o.x, o.y, max(o.width, o.height), COLORS.index(o.color), *exact, *near))
+        rows.append((o.x, o.y, max(o.width, o.height), c, *exact, *near))
     table = torch.tensor(rows)
     table[:, :2] += corner
     return table
@@ -239,8 +240,8 @@ def train(args: argparse.Namespace) -> None:
     for step in range(args.steps):
         x, table = drawn(args.batch, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
         with torch.autocast("cpu", torch.bfloat16):
-            said = model(x.contiguous(memory_format=torch.channels_last))
-        loss = loss_of(tuple(part.float() for part in said), table)
+            answer = model(x.contiguous(memory_format=torch.channels_last))
+        loss = loss_of(tuple(part.float() for part in answer), table)
         descend(loss, model, optimizers, learning_rate(step, args.steps, args.lr))
         if step % 100 == 0:
             print(f"{step} loss {loss.item():.4f}", flush=True)
@@ -265,8 +266,8 @@ def named(
     best = exact.index(max(exact))
     name = f"{hue} {SHAPES[best]}" if exact[best] > 0 else None
     like = tuple(f"{hue} {s}" for s, sure in zip(SHAPES, near, strict=True) if sure > 0)
-    y, x = (CELL * (i + d) for i, d in zip(place, (where[1], where[0]), strict=True))
-    return world.FoundObject(name, x, y, 16 * where[2], like)
+    (row, column), (x, y, size) = place, where
+    return world.FoundObject(name, CELL * (column + x), CELL * (row + y), 16 * size, like)
 
 
 class Second:
@@ -282,6 +283,7 @@ class Second:
         out = []
         for some in images.split(256):
             center, *said = self.model(some)
+            # drawn objects' centres are more than two cells apart along one axis
             peak = (center == F.max_pool2d(center, 5, 1, 2)) & (center > 0)
             for i in range(len(some)):
                 rows, columns = peak[i, 0].nonzero().T

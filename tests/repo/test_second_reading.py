@@ -57,8 +57,8 @@ def test_drawn_objects_are_as_their_rows_say():
             for some in shapes
         )
         here = [o for o in found[int(picture)].objects if abs(o.x - x) < 3 and abs(o.y - y) < 3]
-        right.append(any(o.name and (not own or {o.name} == own) for o in here))
-        right[-1] &= not own or any(set(o.like) == like for o in here)
+        asked = [o for o in here if not own or ({o.name}, {*o.like}) == (own, like)]
+        right.append(any(o.name for o in asked))
     marks = torch.tensor(right)
     assert marks[clear].float().mean() > 0.95 and marks[~clear].float().mean() < 0.1
 
