@@ -240,6 +240,12 @@ NEAR = [f"data.{part}=build/bench/edits/{part}.jsonl" for part in ("train", "eva
 NEAR += ["reward=reference", "reward.reference.folder=build/bench/edits"]
 NEAR += ["reward.reference.metric=ssim", "reward.reference.rounding=false"]
 NEAR += ["reward.shapes_edit.weight=0", "~reward.preference", "~reward.shapes"]
+# no reward of motions has a gradient: the preference model reads each frame beside the whole prompt
+FRAMES = ["reward=video", "reward.video.reward=preference", "reward.video.frames=9"]
+FRAMES += [
+    f"reward.video.reward_settings.{word}" for word in ("rounding=false", "aspect=alignment")
+]
+FRAMES += ["reward.shapes_motion.weight=0", "~reward.preference", "~reward.shapes"]
 OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded model
     **{f"unet_{m}": Claim(m, UNET, 2 / 3) for m in ("flow_grpo", "nft", "refl", "ddpo")},
     # at the rate of its quickstart
@@ -247,6 +253,8 @@ OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded
     **{f"edit_{m}": Claim(m, EDIT, 2 / 3, "shapes_edit") for m in ("flow_grpo", "ddpo")},
     "edit_refl": Claim("refl", [*EDIT, *NEAR], 2 / 3, "shapes_edit"),
     "video_nft": Claim("nft", VIDEO_NFT, 1, "shapes_motion"),
+    # both pilots on training prompts lost, so that a third of the budget has to do
+    "video_refl": Claim("refl", ["model=shapes-wan", *FRAMES], 1 / 3, "shapes_motion"),
     # the two of its family that gained most on shapes-sd3 were looked at on training prompts, at a
     # third of the budget: tempflow_grpo gained there, tree_grpo lost
     **{f"video_{m}": Claim(m, VIDEO, 1, "shapes_motion") for m in ("flow_grpo", "tempflow_grpo")},
