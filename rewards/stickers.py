@@ -14,6 +14,7 @@ from flowrl.rewards.core.verified import Verified
 from flowrl.scenes.grammar import Picture
 from flowrl.scenes.stickers import verify
 from flowrl.scenes.stickers.prompts import WORLD
+from flowrl.scenes.stickers.scenes import BACKGROUNDS
 from flowrl.types import MediaContext
 
 
@@ -32,6 +33,7 @@ class Stickers(Verified):
         " all are and nothing else is in the picture (strict)"
     )
     video = "no"
+    backgrounds = BACKGROUNDS.values()
 
     def verdicts(
         self, media: Tensor, asked: list[Any], context: MediaContext | None

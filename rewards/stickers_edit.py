@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowrl.rewards.core.verified import EditSettings, VerifiedEdit
+from flowrl.scenes.stickers.scenes import BACKGROUNDS
 from flowrl.scenes.stickers.world import EDITS
 
 
@@ -14,6 +15,7 @@ class StickersEdit(VerifiedEdit):
     name = "stickers_edit"
     Settings = Settings
     edits, language = EDITS, EDITS.world.language
+    backgrounds = BACKGROUNDS.values()
 
 
 REWARD = StickersEdit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flowrl.rewards.core.readings import Settings as Base
 from flowrl.rewards.core.verified import VerifiedMotion
+from flowrl.scenes.stickers.scenes import BACKGROUNDS
 from flowrl.scenes.stickers.world import MOTIONS
 
 
@@ -15,6 +16,7 @@ class StickersMotion(VerifiedMotion):
     name = "stickers_motion"
     Settings = Settings
     motions, language = MOTIONS, MOTIONS.world.language
+    backgrounds = BACKGROUNDS.values()
 
 
 REWARD = StickersMotion

@@ -59,7 +59,7 @@ class Search:
         for name in ("calls", "neighbours", "keep", "children"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"search {name}={value!r} should be a whole number from 1 up")
+                raise ValueError(f"search {name}={value!r} should be a whole number from 1")
         for name, most in (("radius", 1.0), ("eta", 10.0)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 < value <= most:

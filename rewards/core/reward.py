@@ -34,7 +34,7 @@ WRITTEN = ("word", "letter")  # attributes that a prompt of a text states
 ORIGINS = {  # column -> who brings it; Python code or a reward server's client bring the others
     "meta": "every prompt of a data file brings it",
     "group": "a training run brings it, for its samples of one prompt",
-    "source": 'every prompt of a data file that has a column "image" brings it',
+    "source": 'it is the picture to edit, which a data file names in its column "image"',
 }
 
 

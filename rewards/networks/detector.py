@@ -161,7 +161,7 @@ def _flaw(clause: Any, number: int) -> str | None:
         return f'has the clause {clause!r}, which should be like {{"class": "dog", "count": 1}}'
     count = clause.get("count")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        return f"has the clause {clause!r}, whose count should be a whole number from 1 on"
+        return f"has the clause {clause!r}, whose count should be a whole number from 1"
     for key, names in (("class", CLASSES), ("color", COLORS)):
         if clause.get(key) is not None and clause[key] not in names:
             return (

@@ -1,6 +1,6 @@
 """A second reading of coloured shapes, by a small network: a judge that no reward trains on.
 
-    python scripts/embedded/second_reading.py train       # half an hour on two cores
+    python scripts/embedded/second_reading.py train       # an hour on one core
     flowrl train experiment=quickstart-unet reward=scripts/embedded/second_reading.py:second \\
         reward.second.weight=0 reward.shapes.reading=strict output=RUN  # of edits: second_edit
         # and shapes_edit; of videos: reward.shapes_motion.reading=partial
@@ -8,9 +8,9 @@
 
 The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
 shapes. The network has seen drawn scenes alone, blurred and noisy, whose objects are bent towards
-other shapes, wavy, thin, cut, tinted or pale. Both follow the same definitions of a colour and of a
-shape: which tint is still red, and how round a square may be. The network has learned to see that;
-an unclear object has no name, and a picture with one is not right.
+other shapes, wavy, thin, cut, tinted or pale, and may touch. Both follow the same definitions of a
+colour and of a shape: which tint is still red, and how round a square may be. The network has
+learned to see that; an unclear object has no name, and a picture with one is not right.
 
 After another `train`, `flowrl evaluate RUN` reads a run again, and `--rlg 0` the model before it.
 """
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,6 +43,8 @@ WEIGHTS = Path(__file__).with_suffix(".safetensors")
 SHAPES, COLORS = [*scenes.SHAPES], [*scenes.COLORS]
 CELL = 4  # px a side of what one place of the network's answer stands for
 SIDE = scenes.PIXELS // CELL
+APART = 10  # px; of two centres that are nearer along both axes one is seen
+COLUMNS = 5 + 2 * len(SHAPES)  # of a table of objects
 WINDOW = 28  # px a side of what is drawn around an object
 RADIUS = {  # shape -> a function of (u, v) that is at most 1 inside, in units of the half-size
     "circle": torch.hypot,
@@ -97,15 +100,30 @@ class Reader(nn.Module):
 
 
 def placed(g: torch.Generator) -> list[world.Placed]:
-    """Up to five objects, on the grid of the pictures or anywhere, as in edits and motions."""
+    """Up to five objects, on the grid of the pictures or anywhere, as in edits and motions; in some
+    pictures two that may touch."""
     count = int(torch.randint(6, (), generator=g))
     kinds = torch.randint(len(SHAPES) * len(COLORS), (count,), generator=g).tolist()
     named = [(SHAPES[k % 3], COLORS[k // 3]) for k in kinds]
     if count in (0, 5) or torch.rand((), generator=g) < 0.5:
         drawn = scenes.place(named, g)
-        return [world.Placed(f"{o.color} {o.shape}", o.x, o.y, 2 * o.size) for o in drawn]
-    names = [f"{color} {shape}" for shape, color in named]
-    return [*world.place(names, small.SHAPES.sizes, g)]
+        out = [world.Placed(f"{o.color} {o.shape}", o.x, o.y, 2 * o.size) for o in drawn]
+    else:
+        names = [f"{color} {shape}" for shape, color in named]
+        out = [*world.place(names, small.SHAPES.sizes, g)]
+    if count > 1 and torch.rand((), generator=g) < 0.4:
+        out[1] = beside(out[0], out[1], g)
+    return out
+
+
+def beside(first: world.Placed, second: world.Placed, g: torch.Generator) -> world.Placed:
+    """The second object, moved towards the first until both nearly touch, overlap a little, or
+    leave a narrow gap. Two times in three it takes the first one's name, too."""
+    reach, named = torch.rand(2, generator=g).tolist()
+    way = math.hypot(second.x - first.x, second.y - first.y)
+    share = min(1.0, (0.75 + 0.6 * reach) * (first.size + second.size) / 2 / way)
+    x, y = (a + share * (b - a) for a, b in ((first.x, second.x), (first.y, second.y)))
+    return replace(second, name=first.name if named < 2 / 3 else second.name, x=x, y=y)
 
 
 def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -130,14 +148,15 @@ def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
     away = cover * inked(u[:, middle, middle], v[:, middle, middle], given[:, 4].long(), g)
     width = torch.rand(count, 1, 1, 1, generator=g)[picture]
     cover, away = blurred(cover, width), blurred(away, width)
-    room = torch.ones(count, 3, *[scenes.PIXELS + 2 * WINDOW] * 2)
+    room = torch.zeros(count, 3, *[scenes.PIXELS + 2 * WINDOW] * 2)
     for i, (x, y), share, ink in zip(picture, corner.long().tolist(), cover, away, strict=True):
         at = room[i, :, y + WINDOW : y + 2 * WINDOW, x + WINDOW : x + 2 * WINDOW]
-        at.copy_(at * (1 - share) + share - ink)
-    pictures = room[..., WINDOW:-WINDOW, WINDOW:-WINDOW]
-    noise = torch.rand(count, 1, 1, 1, generator=g) * torch.randn(pictures.shape, generator=g)
-    table = torch.cat([picture[:, None], defined(away, corner)], 1)
-    return (pictures + 0.03 * noise).clamp(0, 1), table
+        at.copy_(at * (1 - share) + ink)
+    ink = room[..., WINDOW:-WINDOW, WINDOW:-WINDOW]
+    pale = verify.nearest(away)[1].flatten(1).sum(1) < verify.SPECK
+    table = torch.cat([clear(ink), unclear(picture[pale], corner[pale], away[pale])])
+    noise = torch.rand(count, 1, 1, 1, generator=g) * torch.randn(ink.shape, generator=g)
+    return (1 - ink + 0.03 * noise).clamp(0, 1), table
 
 
 def blurred(x: Tensor, width: Tensor) -> Tensor:
@@ -186,28 +205,28 @@ def inked(u: Tensor, v: Tensor, color: Tensor, g: torch.Generator) -> Tensor:
     return full[:, None] * torch.lerp(own, foreign, share[:, None])
 
 
-def defined(away: Tensor, corner: Tensor) -> Tensor:
-    """What the world calls each object, from how far its pixels (N, 3, WINDOW, WINDOW) are from
-    white: rows (x, y, size, colour, whether it is each shape, whether it nearly is).
-
-    Its colour is the one that most of its covered pixels have, and those pixels are its shape.
-    """
-    hue, seen = verify.nearest(away)
-    counts = torch.stack([(seen & (hue == c)).flatten(1).sum(1) for c in range(len(COLORS))], 1)
-    most, color = counts.max(1)
-    own = seen & (hue == color[:, None, None])
-    pale = most < verify.SPECK
-    own[pale] = away.norm(dim=1)[pale] > 0.03
-    single = ~pale & (counts.sum(1) - most < verify.SPECK)
+def clear(ink: Tensor) -> Tensor:
+    """What the world calls each object of pictures, given how far their pixels (B, 3, 64, 64) are
+    from white: rows (picture, x, y, size, colour, whether it is each shape, whether it nearly is).
+    Objects whose centres are nearer than the network tells apart are none."""
     rows = []
-    hues = color.tolist()
-    seen_as = verify.recognise(own, [COLORS[c] for c in hues])
-    for o, c, one in zip(seen_as, hues, single.tolist(), strict=True):
-        exact, near = ([one and s in of for s in SHAPES] for of in ((o.shape,), o.like))
-        rows.append((o.x, o.y, max(o.width, o.height), c, *exact, *near))
-    table = torch.tensor(rows)
-    table[:, :2] += corner
-    return table
+    for i, found in enumerate(verify.detect(1 - ink)):
+        for o in found:
+            close = [p for p in found if max(abs(p.x - o.x), abs(p.y - o.y)) < APART]
+            exact, near = (
+                [len(close) == 1 and s in of for s in SHAPES] for of in ((o.shape,), o.like)
+            )
+            size = max(o.width, o.height)
+            rows.append((i, o.x, o.y, size, COLORS.index(o.color), *exact, *near))
+    return torch.tensor(rows).view(-1, COLUMNS)
+
+
+def unclear(picture: Tensor, corner: Tensor, away: Tensor) -> Tensor:
+    """Rows of objects that are too pale to have a colour."""
+    boxes = verify.recognise(away.norm(dim=1) > 0.03, [""] * len(away))
+    places = torch.tensor([(o.x, o.y, max(o.width, o.height)) for o in boxes]).view(-1, 3)
+    places[:, :2] += corner
+    return F.pad(torch.cat([picture[:, None], places], 1), (0, COLUMNS - 4))
 
 
 def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
@@ -218,13 +237,13 @@ def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
     at = picture.long(), slice(None), row, column
     asked = torch.zeros_like(center)
     asked[at] = 1.0
-    clear = table[:, 5:].any(1)
-    place = torch.stack([x / CELL - column, y / CELL - row, size / 16], 1)
+    named = table[:, 5:].any(1)
+    place = torch.stack([x / CELL - column, y / CELL - row, size / CELL], 1)
     return (
         F.binary_cross_entropy_with_logits(center, asked, pos_weight=torch.tensor(8.0)) * 20
         + 6 * F.binary_cross_entropy_with_logits(torch.cat([exact[at], near[at]], 1), table[:, 5:])
-        + F.cross_entropy(color[at][clear], hue[clear].long())
-        + 2 * (where[at] - place)[clear].abs().mean()
+        + F.cross_entropy(color[at][named], hue[named].long())
+        + 4 * (where[at] - place)[named].abs().mean()
     )
 
 
@@ -267,7 +286,7 @@ def named(
     name = f"{hue} {SHAPES[best]}" if exact[best] > 0 else None
     like = tuple(f"{hue} {s}" for s, sure in zip(SHAPES, near, strict=True) if sure > 0)
     (row, column), (x, y, size) = place, where
-    return world.FoundObject(name, CELL * (column + x), CELL * (row + y), 16 * size, like)
+    return world.FoundObject(name, CELL * (column + x), CELL * (row + y), CELL * size, like)
 
 
 class Second:
@@ -361,7 +380,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("what", choices=["train", "agree"])
     parser.add_argument("runs", type=Path, nargs="*")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,5 +1,6 @@
 """Edits and motions of coloured shapes: what is drawn is right, and what is wrong is refused."""
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from flowrl import rewards
 from flowrl.data.prompts import load_prompts
 from flowrl.scenes.grammar import MOTIONS as VERBS
 from flowrl.scenes.shapes import EDITS, MOTIONS, SHAPES, detect, render
+from flowrl.scenes.stickers.scenes import BACKGROUNDS
 from flowrl.scenes.world import Placed, Scene, truth
 from flowrl.shapes.scenes import COLORS
 from flowrl.types import MediaContext
@@ -129,3 +131,41 @@ def test_bad_input_is_refused_in_a_sentence():
         EDIT.parts(drawn(Scene(())), ["remove the red circle"], grey)
     assert "no edit" in (EDIT.complaint({"prompt": "a red circle left of a blue square"}) or "")
     assert SHAPES.language.backgrounds == ()
+
+
+PLAIN = torch.tensor([*BACKGROUNDS.values()])
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "context"),
+    [
+        ("shapes", "a red circle", MediaContext(meta=load_prompts("shapes:eval")[:1] * 3)),
+        ("shapes_motion", "a red circle moves left", None),
+        (
+            "shapes_edit",
+            "remove the red circle",
+            MediaContext(source=drawn(*3 * [Scene((CIRCLE,))])),
+        ),
+        ("stickers", "a cat", None),
+        ("stickers_motion", "a cat moves left", None),
+    ],
+)
+def test_pictures_of_other_scenes_are_named_once(name, own, context, caplog):
+    """Noise is no background; paper is, and so is a scene in which little of it is left."""
+    photos = torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    paper = torch.ones(3, 3, 64, 64)
+    paper[0, :, :, :30] = torch.rand(3, 64, 30)
+    if name.startswith("stickers"):
+        paper = PLAIN[1:4, :, None, None].expand(-1, -1, 64, 64)
+    mixed = torch.cat([photos[:2], paper[:1]])
+    reward = rewards.load(name)
+    caplog.set_level(logging.WARNING, logger="flowrl")
+    for media, said in ((paper, 0), (mixed, 1), (photos, 1)):
+        shown = media[:, None].expand(-1, 9, -1, -1, -1) if "motion" in name else media
+        scores = reward(shown, [own] * 3, context)
+        assert media is not photos or not scores.any()
+        assert len(caplog.messages) == said
+    assert caplog.messages == [
+        f'reward "{name}": 2 of 3 samples are not from its small world, since most of their pixels'
+        " show none of its backgrounds; it can judge no others"
+    ]

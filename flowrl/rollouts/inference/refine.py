@@ -42,7 +42,7 @@ class Refine:
         for name in ("rounds", "longest"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"refine {name}={value!r} should be a whole number from 1 up")
+                raise ValueError(f"refine {name}={value!r} should be a whole number from 1")
         if self.enough is not None and not isinstance(self.enough, int | float):
             raise ValueError(f"refine enough={self.enough!r} should be a number, or None")
 
