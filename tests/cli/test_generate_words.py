@@ -113,7 +113,7 @@ def test_an_edit_model_is_loaded_with_the_picture_of_its_prompt_and_what_it_make
     scores = [row["total"] for row in json.loads(small.invoke(*words).stdout)]
     assert len(scores) == 2 and scores[0] == 0  # a copy of the source
     result = small.invoke("score", "0.png", "--prompt", line["prompt"], "--reward", "shapes_edit")
-    assert result.exit_code == 2 and 'which a data file names in its column "image"' in result.output
+    assert result.exit_code == 2 and 'names in its column "image"' in result.output
 
 
 @pytest.mark.long
