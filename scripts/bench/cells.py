@@ -253,7 +253,7 @@ OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded
     **{f"edit_{m}": Claim(m, EDIT, 2 / 3, "shapes_edit") for m in ("flow_grpo", "ddpo")},
     "edit_refl": Claim("refl", [*EDIT, *NEAR], 2 / 3, "shapes_edit"),
     "video_nft": Claim("nft", VIDEO_NFT, 1, "shapes_motion"),
-    # both pilots on training prompts lost, so that a third of the budget has to do
+    # both pilots on training prompts lost, so a third of the budget has to do
     "video_refl": Claim("refl", ["model=shapes-wan", *FRAMES], 1 / 3, "shapes_motion"),
     # the two of its family that gained most on shapes-sd3 were looked at on training prompts, at a
     # third of the budget: tempflow_grpo gained there, tree_grpo lost

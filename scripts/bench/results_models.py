@@ -56,7 +56,7 @@ def _row(runs: list[Cell], known: list[Cell] | None) -> list[str]:
         f"{runs[0]['budget']:,}",
         f"{over.mean:+.3f}",
         over_seeds(runs),
-        learns(runs),
+        learns(runs, over),
         f"[{over.low:+.3f}, {over.high:+.3f}]",
         f"{cells.score(runs[0], 'before'):.3f}",
         scores_of(runs),

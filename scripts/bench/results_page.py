@@ -177,7 +177,7 @@ def _main_row(method: str, runs: list[Cell]) -> list[str]:
         f"[{method}](algorithms/{cells.ALGORITHM.get(method, method)}.md)",
         f"{over.mean:+.3f}",
         over_seeds(runs),
-        learns(runs),
+        learns(runs, over),
         f"[{over.low:+.3f}, {over.high:+.3f}]",
         scores_of(runs),
         setting(runs[0]) + edge,

@@ -185,17 +185,22 @@ def seeds_of(*gains):
 
 
 @pytest.mark.parametrize(
-    ("runs", "said"),
+    ("runs", "texts", "said"),
     [
-        ((0.098, 0.0, 0.078), "open"),  # two seeds of three
-        ((0.206, 0.221, 0.198), "yes"),
-        ((-0.03, -0.04, -0.035), "no"),
-        ((0.206, 0.221), "open"),  # too few seeds, whatever they say
-        ((0.206,), "open"),
+        ((0.098, 0.0, 0.078), 0.02, "open"),  # two seeds of three
+        ((0.206, 0.221, 0.198), 0.02, "yes"),
+        ((0.003, 0.003, 0.003), 0.003, "open"),  # all by the same picture
+        ((-0.03, -0.04, -0.035), 0.02, "no"),
+        ((-0.03, -0.04, -0.035), 0.04, "open"),
+        ((0.206, 0.221), 0.02, "open"),  # too few seeds, whatever they say
+        ((0.206,), 0.02, "open"),
     ],
 )
-def test_a_method_learns_where_three_seeds_or_more_agree(bench, runs, said):
-    assert gains.learns(seeds_of(*runs)) == said
+def test_a_method_learns_where_seeds_and_texts_agree(bench, runs, texts, said):
+    """texts: half of the interval over texts."""
+    mean = sum(runs) / len(runs)
+    over = gains.Gain(mean, mean - texts, mean + texts)
+    assert gains.learns(seeds_of(*runs), over) == said
 
 
 def test_intervals_over_seeds_are_students(bench):
