@@ -349,6 +349,7 @@ SEARCHES = {  # 28 samples of each of 348 prompts take about the calls of BUDGET
     "best_of_28_preference": Search("preference", 28),
 }
 TIMED_CLAIMS = [name for name, claim in CLAIMS.items() if {*TWENTY, *LONG} & {*claim.words}]
+TIMED_CLAIMS += OTHER_MODELS  # whether a run is done in a quarter of an hour
 
 
 def cell(

@@ -66,6 +66,19 @@ def learns(runs: list[Cell], texts: Gain) -> str:
     return "yes" if low > 0 else "no"
 
 
+def seconds(name: str) -> float:
+    """Seconds that a network row of a method or claim takes alone on the machine; 0: not measured.
+
+    A row is timed and not an iteration: groups without a signal are not trained, so iterations
+    differ over a run.
+    """
+    timed = results(cells.timing(name))
+    if not timed:
+        return 0.0
+    (first, *_), last = timed[0]["curve"], timed[0]["curve"][-1]
+    return (last["seconds"] - first["seconds"]) / (last["calls"] - first["calls"])
+
+
 def over_seeds(runs: list[Cell]) -> str:
     """The interval over seeds as a table shows it; too few seeds are marked."""
     over = seed_gain(runs)

@@ -6,7 +6,7 @@ import statistics
 
 import cells
 from cells import Cell
-from gains import Runs, gain, learns, over_seeds, scores_of
+from gains import Runs, gain, learns, over_seeds, scores_of, seconds
 
 from flowrl.report.tables import markdown as table
 
@@ -25,7 +25,7 @@ def models_table(done: Runs, others: Runs) -> str:
         "over texts [95%]",
         "before",
     ]
-    head += ["after, by seed", "gain on shapes-sd3", "iterations", "minutes"]
+    head += ["after, by seed", "gain on shapes-sd3", "iterations", "minutes", "alone"]
     ranked = sorted(others.values(), key=lambda runs: (model_of(runs[0]), -gain(runs).mean))
     rows = [_row(runs, done.get(runs[0]["method"])) for runs in ranked]
     return table(head, rows) if rows else ""
@@ -48,7 +48,8 @@ def _rate(c: Cell) -> str:
 
 
 def _row(runs: list[Cell], known: list[Cell] | None) -> list[str]:
-    over = gain(runs)
+    over, pace = gain(runs), seconds(runs[0]["claim"])
+    alone = statistics.mean(pace * c["spent"]["calls"] / 60 for c in runs)
     return [
         model_of(runs[0]),
         runs[0]["method"],
@@ -63,4 +64,5 @@ def _row(runs: list[Cell], known: list[Cell] | None) -> list[str]:
         f"{gain(known).mean:+.3f}" if known else "",
         f"{statistics.mean(c['curve'][-1]['iteration'] for c in runs):.0f}",
         f"{statistics.mean(c['spent']['seconds'] for c in runs) / 60:.1f}",
+        f"{alone:.1f}" if alone else "",
     ]

@@ -31,6 +31,7 @@ from gains import (
     over_seeds,
     results,
     scores_of,
+    seconds,
     seed_gain,
     settings_of,
     texts_of,
@@ -109,19 +110,6 @@ def page_of(tables: dict[str, Any]) -> str:
 
 # ---------------------------------------------------------------------------
 # numbers
-
-
-def seconds(name: str) -> float:
-    """Seconds that a network row of a method or claim takes alone on the machine; 0: not measured.
-
-    A row is timed and not an iteration: groups without a signal are not trained, so iterations
-    differ over a run.
-    """
-    timed = results(cells.timing(name))
-    if not timed:
-        return 0.0
-    (first, *_), last = timed[0]["curve"], timed[0]["curve"][-1]
-    return (last["seconds"] - first["seconds"]) / (last["calls"] - first["calls"])
 
 
 def winner_gains(runs: list[Cell]) -> list[float]:

@@ -189,7 +189,7 @@ def seeds_of(*gains):
     [
         ((0.098, 0.0, 0.078), 0.02, "open"),  # two seeds of three
         ((0.206, 0.221, 0.198), 0.02, "yes"),
-        ((0.003, 0.003, 0.003), 0.003, "open"),  # all by the same picture
+        ((0.003, 0.003, 0.003), 0.004, "open"),  # all by the same picture
         ((-0.03, -0.04, -0.035), 0.02, "no"),
         ((-0.03, -0.04, -0.035), 0.04, "open"),
         ((0.206, 0.221), 0.02, "open"),  # too few seeds, whatever they say

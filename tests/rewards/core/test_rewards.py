@@ -353,7 +353,7 @@ def test_a_needed_column_that_is_missing_is_named_at_start_up():
     edit.needs = {"source"}
     rewards.check_needs({"edit": edit}, ["meta", "source"])
     only_python = (
-        r'needs the context column "source".*provided: group, meta.; .*"image" brings it: score'
+        r'needs the context column "source".*provided: group, meta.; .*column "image": score'
         r" in Python with MediaContext"
     )
     with pytest.raises(ValueError, match=only_python):

@@ -98,7 +98,7 @@ def test_a_missing_column_names_the_setting_and_a_source_that_nobody_sees_is_ref
     with pytest.raises(
         ValueError,
         match=(
-            '"image" brings it: set source=meta to read it from the image that each prompt names'
+            'column "image": set source=meta to read it from the image that each prompt names'
         ),
     ):
         rewards.check_needs({"vlm_logit": {"edit": True}}, ("meta", "group"))
