@@ -49,7 +49,7 @@ def _rate(c: Cell) -> str:
 
 def _row(runs: list[Cell], known: list[Cell] | None) -> list[str]:
     over, pace = gain(runs), seconds(runs[0]["claim"])
-    alone = statistics.mean(pace * c["spent"]["calls"] / 60 for c in runs)
+    alone = statistics.mean(pace * c["curve"][-1]["calls"] / 60 for c in runs)
     return [
         model_of(runs[0]),
         runs[0]["method"],

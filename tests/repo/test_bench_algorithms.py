@@ -442,15 +442,18 @@ def test_other_models_are_judged_in_their_world_and_stand_beside_shapes_sd3(benc
     for name in ("edit_nft", "masked_trace_rl"):
         for planned_run in bench.claims(name):
             finish(bench, planned_run, 0.75, images="1110" * 87)
+    finish(bench, bench.timing("edit_nft")[0], 0.0)
     cfg = load_config(None, bench.claims("edit_nft")[0]["settings"])
     assert cfg.data.eval == "shapes_edit:eval"
     assert cfg.reward == {"shapes_edit": {"weight": 1.0, "reading": "strict"}}
     results_page.write()
     page = results_page.PAGE.read_text()
     assert "| shapes-edit | nft | 1e-3, by hand | 50,000 | +0.500 | [+0.500, +0.500] |" in page
-    assert "| 0.750, 0.750, 0.750 | +0.250 | 4 |" in page  # nft's own gain beside it
+    # nft's own gain beside it, and minutes beside other work and alone
+    assert "| 0.750, 0.750, 0.750 | +0.250 | 4 | 0.1 | 0.1 |" in page
     masked = page.partition("## Masked generators")[2]
     assert "| shapes-masked | trace_rl | 3e-3, by hand | 150,000 | +0.500 |" in masked
+    assert "| 4 | 0.1 |  |" in masked
     assert (
         "edit_nft" not in page.partition("## Runs for the papers' claims")[2].partition("\n## ")[0]
     )
