@@ -61,8 +61,7 @@ def on_background(media: Tensor, backgrounds: Iterable[tuple[float, float, float
     """Whether the median colour of each of (B, ..., 3, H, W) media is nearly one of a world's
     backgrounds -> (B,) bool; of a video that of its pixels in all frames."""
     pixels = media.float().flatten(-2).movedim(-2, 1).flatten(2)  # (B, 3, pixels)
-    # the median of what was expanded is NaN in some versions of torch
-    away = pixels.contiguous().median(2).values[:, None] - torch.tensor(
-        [*backgrounds], device=media.device
-    )
+    # contiguous, since torch 2.15 says NaN of expanded media
+    middle = pixels.contiguous().median(2).values
+    away = middle[:, None] - torch.tensor([*backgrounds], device=media.device)
     return (away.abs().amax(2) <= NEAR).any(1)

@@ -235,17 +235,19 @@ VIDEO += ["reward.shapes_motion.reading=partial"]  # of nine frames seldom all a
 # as in quickstart-video: at its rate nft without an anchor to the start ends below the start
 ANCHORED_NFT = ["std=group", "decay=0", "kl_weight=1", "solver=euler", "steps=2"]
 VIDEO_NFT = [*VIDEO, *(f"algorithm.{word}" for word in ANCHORED_NFT), "optimizer.lr=3e-3"]
+# what `refl` climbs on shapes-sd3
+OTHERS = ["~reward.preference", "~reward.shapes"]
 # an edit has one right picture: how near a sample comes to it has a gradient, which no verifier has
 NEAR = [f"data.{part}=build/bench/edits/{part}.jsonl" for part in ("train", "eval")]
 NEAR += ["reward=reference", "reward.reference.folder=build/bench/edits"]
 NEAR += ["reward.reference.metric=ssim", "reward.reference.rounding=false"]
-NEAR += ["reward.shapes_edit.weight=0", "~reward.preference", "~reward.shapes"]
-# no reward of motions has a gradient: the preference model reads each frame beside the whole prompt
+NEAR += ["reward.shapes_edit.weight=0", *OTHERS]
+# no verifier has a gradient: the preference model reads each frame beside the whole prompt
 FRAMES = ["reward=video", "reward.video.reward=preference", "reward.video.frames=9"]
 FRAMES += [
     f"reward.video.reward_settings.{word}" for word in ("rounding=false", "aspect=alignment")
 ]
-FRAMES += ["reward.shapes_motion.weight=0", "~reward.preference", "~reward.shapes"]
+FRAMES += ["reward.shapes_motion.weight=0", *OTHERS]
 OTHER_MODELS = {  # what was tuned on shapes-sd3, as it is, for another embedded model
     **{f"unet_{m}": Claim(m, UNET, 2 / 3) for m in ("flow_grpo", "nft", "refl", "ddpo")},
     # at the rate of its quickstart

@@ -302,7 +302,7 @@ class Second:
         out = []
         for some in images.split(256):
             center, *said = self.model(some)
-            # drawn objects' centres are more than two cells apart along one axis
+            # of centres at most two cells apart one is seen; it has learned no name (APART)
             peak = (center == F.max_pool2d(center, 5, 1, 2)) & (center > 0)
             for i in range(len(some)):
                 rows, columns = peak[i, 0].nonzero().T

@@ -97,7 +97,7 @@ def test_a_source_that_cannot_be_read_is_named_and_one_on_its_side_is_turned_upr
 def test_a_missing_column_names_the_setting_and_a_source_that_nobody_sees_is_refused():
     with pytest.raises(
         ValueError,
-        match=('column "image": set source=meta to read it from the image that each prompt names'),
+        match='column "image": set source=meta to read it from the image that each prompt names',
     ):
         rewards.check_needs({"vlm_logit": {"edit": True}}, ("meta", "group"))
     with pytest.raises(
