@@ -42,6 +42,7 @@ class FoundShape:
     width: float  # px, width of the box
     height: float  # px, height of the box
     like: tuple[str, ...] = ()  # names of SHAPES that it is or nearly is
+    margins: tuple[float, ...] = ()  # by how much it is each of SHAPES; below 0 it is not
 
 
 def components(mask: Tensor) -> Tensor:
@@ -134,7 +135,9 @@ def recognise(masks: Tensor, colors: Iterable[str]) -> list[FoundShape]:
     """Recognise shape, centre and size of each component (K, H, W) bool of a colour.
 
     Its shape is the one that it overlaps most, if it does so enough; it is nearly each shape that
-    misses the largest overlap, or what is enough, by at most SLACK.
+    misses the largest overlap, or what is enough, by at most SLACK. The margin of a shape is the
+    least of what its overlap has above what is enough and above any other's, and of what the box is
+    squarer than it has to be.
     """
     _, h, w = masks.shape
     ys, xs = torch.arange(h, device=masks.device), torch.arange(w, device=masks.device)
@@ -154,11 +157,13 @@ def recognise(masks: Tensor, colors: Iterable[str]) -> list[FoundShape]:
     known = (iou >= enough[shape]) & (squareness >= SQUARENESS)
     near = ious >= torch.maximum(enough, iou[:, None]) - SLACK
     near &= (squareness >= SQUARENESS - SLACK)[:, None]
+    others = ious[:, None].masked_fill(torch.eye(len(SHAPES), device=ious.device) > 0, 0).amax(2)
+    margins = torch.minimum(ious - torch.maximum(enough, others), squareness[:, None] - SQUARENESS)
     box = torch.stack([(left + right) / 2, (top + bottom) / 2, width, height], 1)
     sure = zip(shape.tolist(), known.tolist(), strict=True)
     names = [SHAPES[s] if right else None for s, right in sure]
     likes = [tuple(compress(SHAPES, close)) for close in near.tolist()]
-    each = zip(names, colors, *box.T.tolist(), likes, strict=True)
+    each = zip(names, colors, *box.T.tolist(), likes, map(tuple, margins.tolist()), strict=True)
     return [FoundShape(*one) for one in each]
 
 

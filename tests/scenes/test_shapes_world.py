@@ -12,6 +12,7 @@ from flowrl.scenes.grammar import MOTIONS as VERBS
 from flowrl.scenes.shapes import EDITS, MOTIONS, SHAPES, detect, render
 from flowrl.scenes.stickers.scenes import BACKGROUNDS
 from flowrl.scenes.world import Placed, Scene, truth
+from flowrl.shapes import verify
 from flowrl.shapes.scenes import COLORS
 from flowrl.types import MediaContext
 
@@ -100,6 +101,22 @@ def rounded(x, y):
     u, v = (place - x) / 8, (place[:, None] - y) / 8
     red = torch.tensor(COLORS["red"])[:, None, None]
     return torch.where(u.abs() ** 3 + v.abs() ** 3 <= 1, red, 1.0)
+
+
+def test_a_margin_says_by_how_much_an_outline_is_a_shape():
+    for number, shape in enumerate(verify.SHAPES):
+        picture = render(Scene((Placed(f"red {shape}", 30.0, 30.0, 16),)))
+        ((found,),) = verify.detect(picture[None])
+        others = found.margins[:number] + found.margins[number + 1 :]
+        assert found.shape == shape and found.margins[number] > 0.05 and max(others) < -0.05
+    ((between,),) = verify.detect(rounded(30.0, 30.0)[None])
+    circle, square, triangle = between.margins
+    assert 0 < circle < verify.SLACK and square == pytest.approx(-circle) and triangle < -0.2
+    oblong = torch.ones(1, 3, 64, 64)
+    oblong[:, 1:, 20:31, 10:26] = 0  # 11 x 16 px of red
+    ((found,),) = verify.detect(oblong)
+    assert found.shape is None and found.like == ("square",)
+    assert found.margins[1] == pytest.approx(11 / 16 - verify.SQUARENESS)
 
 
 def test_an_outline_between_two_shapes_counts_where_most_frames_are_clear():
