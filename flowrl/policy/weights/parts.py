@@ -39,7 +39,8 @@ class TrainedParts:
         self.modules = modules  # component name -> network as it was loaded, never wrapped
         if not isinstance(lora, Mapping | None):
             raise ValueError(
-                f"lora={lora!r} should be a mapping, such as {{'rank': 8, 'alpha': 16}}"
+                f"lora={lora!r} should be a mapping, such as {{'rank': 8, 'alpha': 16}},"
+                " or the pathlib.Path of a saved LoRA"
             )
         self.lora = None if lora is None else dict(lora)
         self.options = options_of(lora or {})
