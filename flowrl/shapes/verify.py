@@ -157,7 +157,8 @@ def recognise(masks: Tensor, colors: Iterable[str]) -> list[FoundShape]:
     known = (iou >= enough[shape]) & (squareness >= SQUARENESS)
     near = ious >= torch.maximum(enough, iou[:, None]) - SLACK
     near &= (squareness >= SQUARENESS - SLACK)[:, None]
-    others = ious[:, None].masked_fill(torch.eye(len(SHAPES), device=ious.device) > 0, 0).amax(2)
+    itself = torch.eye(len(SHAPES), dtype=torch.bool, device=masks.device)
+    others = ious[:, None].masked_fill(itself, 0).amax(2)
     margins = torch.minimum(ious - torch.maximum(enough, others), squareness[:, None] - SQUARENESS)
     box = torch.stack([(left + right) / 2, (top + bottom) / 2, width, height], 1)
     sure = zip(shape.tolist(), known.tolist(), strict=True)

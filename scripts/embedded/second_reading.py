@@ -13,8 +13,9 @@ colour and of a shape: which tint is still red, and how round a square may be. T
 learned to see that; an unclear object has no name, and a picture with one is not right.
 
 After another `train`, `flowrl evaluate RUN` reads a run again, and `--rlg 0` the model before it.
-The weights beside this file had 28,000 steps without large shapes and crumbs, and then 8,000 and
-4,000 with them (`--done 28000 --steps 8000 --lr 1.5e-3`, `--done 36000 --steps 4000 --lr 1e-3`).
+The weights beside this file had 28,000 steps with shapes of 7 to 23 px, 8,000 with 5 to 28 px
+(`--done 28000 --steps 8000 --lr 1.5e-3`), and 4,000 with those of this file (`--done 36000 --steps
+4000 --lr 1e-3`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import flowrl
 from flowrl.scenes import grammar, world
@@ -156,11 +158,11 @@ def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
         at = room[i, :, y + WINDOW : y + 2 * WINDOW, x + WINDOW : x + 2 * WINDOW]
         at.copy_(at * (1 - share) + ink)
     ink = room[..., WINDOW:-WINDOW, WINDOW:-WINDOW]
-    pale = verify.nearest(away)[1].flatten(1).sum(1) < verify.SPECK
-    pale &= (away.amax(1) >= small.INK).flatten(1).sum(1) >= verify.SPECK
+    colored, seen = verify.nearest(away)[1], away.amax(1) >= small.INK
+    pale = (colored.flatten(1).sum(1) < verify.SPECK) & (seen.flatten(1).sum(1) >= verify.SPECK)
     noise = torch.rand(count, 1, 1, 1, generator=g) * torch.randn(ink.shape, generator=g)
     pictures = (1 - ink + 0.03 * noise).clamp(0, 1)
-    table = torch.cat([clear(pictures), unclear(picture[pale], corner[pale], away[pale])])
+    table = torch.cat([clear(pictures), unclear(picture[pale], corner[pale], seen[pale])])
     return pictures, table
 
 
@@ -223,13 +225,13 @@ def clear(pictures: Tensor) -> Tensor:
     return torch.tensor(rows).view(-1, COLUMNS)
 
 
-def unclear(picture: Tensor, corner: Tensor, away: Tensor) -> Tensor:
-    """Rows of objects that are too pale to have a colour, and inked enough to be seen."""
-    boxes = verify.recognise(away.amax(1) >= small.INK, [""] * len(away))
+def unclear(picture: Tensor, corner: Tensor, seen: Tensor) -> Tensor:
+    """Rows of objects that are too pale to have a colour, and inked enough to be seen; their colour
+    is no number of one."""
+    boxes = verify.recognise(seen, [""] * len(seen))
     places = torch.tensor([(o.x, o.y, max(o.width, o.height)) for o in boxes]).view(-1, 3)
     places[:, :2] += corner
-    colorless = F.pad(torch.cat([picture[:, None], places], 1), (0, 1))
-    return F.pad(colorless, (0, len(SHAPES)), value=-FAR)
+    return F.pad(torch.cat([picture[:, None], places], 1), (0, COLUMNS - 4), value=-FAR)
 
 
 def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
@@ -251,19 +253,9 @@ def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
     )
 
 
-class Drawn(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The batch of each step, a function of the seed and the step."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-
-    def __len__(self) -> int:
-        return self.args.steps
-
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        seed = self.args.seed * 1_000_003 + self.args.done + step
-        generator = torch.Generator().manual_seed(seed)
-        return drawn(self.args.batch, generator)
+def batch(args: argparse.Namespace, step: int) -> tuple[Tensor, Tensor]:
+    """What a step is trained on, a function of the seed and the step."""
+    return drawn(args.batch, torch.Generator().manual_seed(args.seed * 1_000_003 + step))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -276,7 +268,9 @@ def train(args: argparse.Namespace) -> None:
     model = Second().model if args.done else Reader()
     model = model.to(memory_format=torch.channels_last)
     optimizers = optimizers_of_kernels(model, muon=True).values()
-    batches = torch.utils.data.DataLoader(Drawn(args), batch_size=None, num_workers=1)
+    steps, own = range(args.done, args.done + args.steps), functools.partial(batch, args)
+    # a process of its own draws
+    batches = DataLoader(steps, batch_size=None, num_workers=1, collate_fn=own)
     for step, (x, table) in enumerate(batches):
         with torch.autocast("cpu", torch.bfloat16):
             answer = model(x.contiguous(memory_format=torch.channels_last))
@@ -285,10 +279,7 @@ def train(args: argparse.Namespace) -> None:
         if step % 200 == 0:
             print(f"{step} loss {loss.item():.4f}", flush=True)
     model = model.to(memory_format=torch.contiguous_format).half()
-    said = {
-        "made_by": f"scripts/embedded/{Path(__file__).name}",
-        "steps": str(args.done + args.steps),
-    }
+    said = {"made_by": f"scripts/embedded/{Path(__file__).name}", "steps": str(steps.stop)}
     save_file(model.state_dict(), WEIGHTS, said)
 
 
