@@ -29,15 +29,22 @@ def detect(images: Tensor) -> list[FoundScene]:
     """Read each of (B, 3, H, W) images in [0, 1]. What is inked and lies in no object, like a pale
     shape or a background, makes the background unknown."""
     images = verify.to_world(images)
-    inked, out = (1 - images).amax(1) >= INK, []
-    for shapes, ink in zip(verify.detect(images), inked, strict=True):
-        for o in shapes:
+    shapes = verify.detect(images)
+    white = outside(images, shapes).flatten(1).sum(1) < verify.SPECK
+    each = zip(shapes, white.tolist(), strict=True)
+    return [FoundScene(tuple(map(found, one)), "white" if bare else None) for one, bare in each]
+
+
+def outside(images: Tensor, shapes: list[list[verify.FoundShape]]) -> Tensor:
+    """Which pixels of (B, 3, 64, 64) images are inked and lie in none of their shapes -> (B, 64,
+    64) bool."""
+    inked = (1 - images).amax(1) >= INK
+    for ink, own in zip(inked, shapes, strict=True):
+        for o in own:
             x, y = (int(v - HALO) for v in (o.x - o.width / 2, o.y - o.height / 2))
             right, low = (int(v + 2 * HALO) for v in (x + o.width, y + o.height))
             ink[max(0, y) : low, max(0, x) : right] = False
-        white = int(ink.sum()) < verify.SPECK
-        out.append(FoundScene(tuple(map(found, shapes)), "white" if white else None))
-    return out
+    return inked
 
 
 def found(o: verify.FoundShape) -> FoundObject:

@@ -1,6 +1,6 @@
 """A second reading of coloured shapes, by a small network: a judge that no reward trains on.
 
-    python scripts/embedded/second_reading.py train       # 40 minutes on two cores
+    python scripts/embedded/second_reading.py train       # two hours on two cores
     flowrl train experiment=quickstart-unet reward=scripts/embedded/second_reading.py:second \\
         reward.second.weight=0 reward.shapes.reading=strict output=RUN  # of edits: second_edit
         # and shapes_edit; of videos: reward.shapes_motion.reading=partial
@@ -8,14 +8,16 @@
 
 The verifier (flowrl/shapes/verify.py) labels components of one colour and compares them with ideal
 shapes. The network has seen drawn scenes alone, blurred and noisy, whose objects are bent towards
-other shapes, wavy, thin, cut, tinted or pale, and may touch. Both follow the same definitions of a
-colour and of a shape: which tint is still red, and how round a square may be. The network has
-learned to see that; an unclear object has no name, and a picture with one is not right.
+other shapes, wavy, thin, cut, tinted or pale, and may touch. Half of them it has seen as the VAE of
+shapes-wan decodes them from latents with errors; no denoiser has made any. Both follow the same
+definitions of a colour and of a shape: which tint is still red, and how round a square may be. The
+network has learned to see that; an unclear object has no name, and a picture with one is not right.
 
 After another `train`, `flowrl evaluate RUN` reads a run again, and `--rlg 0` the model before it.
 The weights beside this file had 28,000 steps with shapes of 7 to 23 px, 8,000 with 5 to 28 px
-(`--done 28000 --steps 8000 --lr 1.5e-3`), and 4,000 with those of this file (`--done 36000 --steps
-4000 --lr 1e-3`).
+(`--done 28000 --steps 8000 --lr 1.5e-3`), 4,000 with those of this file (`--done 36000 --steps 4000
+--lr 1e-3`), all of them in bf16 and without the VAE, and 10,500 as here (`--done 40000 --steps 1500
+--lr 1e-3`, `--done 41500 --steps 9000 --lr 1.5e-3`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -57,6 +60,8 @@ RADIUS = {  # shape -> a function of (u, v) that is at most 1 inside, in units o
     "triangle": lambda u, v: torch.maximum(v, 2 * u.abs() - v),
 }
 SCALE = "0 or 1: whether the second reading accepts the sample"
+DECODED = 0.5  # share of the pictures that a VAE decodes
+OFF, WAY = 0.8, 0.5  # largest error of its latents, in standard deviations, and way to others
 FINE = 3  # points a side of a pixel that are drawn
 
 
@@ -158,12 +163,29 @@ def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
         at = room[i, :, y + WINDOW : y + 2 * WINDOW, x + WINDOW : x + 2 * WINDOW]
         at.copy_(at * (1 - share) + ink)
     ink = room[..., WINDOW:-WINDOW, WINDOW:-WINDOW]
-    colored, seen = verify.nearest(away)[1], away.amax(1) >= small.INK
-    pale = (colored.flatten(1).sum(1) < verify.SPECK) & (seen.flatten(1).sum(1) >= verify.SPECK)
+    clean, half = 1 - ink, int(DECODED * count)
+    clean = torch.cat([decoded(clean[:half], g), clean[half:]])
     noise = torch.rand(count, 1, 1, 1, generator=g) * torch.randn(ink.shape, generator=g)
-    pictures = (1 - ink + 0.03 * noise).clamp(0, 1)
-    table = torch.cat([clear(pictures), unclear(picture[pale], corner[pale], seen[pale])])
-    return pictures, table
+    pictures = (clean + 0.03 * noise).clamp(0, 1)
+    return pictures, table_of(pictures)
+
+
+@functools.cache
+def wan_vae() -> AutoencoderKLWan:
+    folder = Path(verify.__file__).parent / "wan"
+    return AutoencoderKLWan.from_pretrained(folder, subfolder="vae", dtype=torch.float32)
+
+
+@torch.no_grad()
+def decoded(pictures: Tensor, g: torch.Generator) -> Tensor:
+    """Decode the latents of pictures (B, 3, 64, 64), noisy and half of them on the way to another
+    picture's: a denoiser's latents have errors, too."""
+    vae = wan_vae()
+    z = vae.encode(pictures[:, :, None] * 2 - 1).latent_dist.mode()
+    noise, way = torch.rand(2, len(z), 1, 1, 1, 1, generator=g)
+    noise = OFF * noise * z.std((0, 2, 3, 4), keepdim=True) * torch.randn(z.shape, generator=g)
+    way = WAY * way * some((0.5,), len(z), g)[0, ..., None, None]
+    return vae.decode(torch.lerp(z, z.roll(1, 0), way) + noise).sample[:, :, 0] / 2 + 0.5
 
 
 def blurred(x: Tensor, width: Tensor) -> Tensor:
@@ -212,26 +234,23 @@ def inked(u: Tensor, v: Tensor, color: Tensor, g: torch.Generator) -> Tensor:
     return full[:, None] * torch.lerp(own, foreign, share[:, None])
 
 
-def clear(pictures: Tensor) -> Tensor:
+def table_of(pictures: Tensor) -> Tensor:
     """What the world calls each object of pictures (B, 3, 64, 64): rows (picture, x, y, size,
     colour, its margin of each shape in units of what is nearly enough). Objects whose centres are
-    nearer than the network tells apart are none."""
-    rows = []
-    for i, found in enumerate(verify.detect(pictures)):
+    nearer than the network tells apart are none, and neither is ink that is too pale to have a
+    colour, whose colour is no number of one."""
+    rows, shapes = [], verify.detect(pictures)
+    for i, found in enumerate(shapes):
         for o in found:
             close = [p for p in found if max(abs(p.x - o.x), abs(p.y - o.y)) < APART]
             margins = [m / verify.SLACK if len(close) == 1 else -FAR for m in o.margins]
             rows.append((i, o.x, o.y, max(o.width, o.height), COLORS.index(o.color), *margins))
+    pale = small.outside(pictures, shapes)
+    if pale.any():
+        own, masks = verify.objects(verify.components(pale))
+        for i, o in zip(own.tolist(), verify.recognise(masks, [""] * len(masks)), strict=True):
+            rows.append((i, o.x, o.y, max(o.width, o.height), -1, *[-FAR] * len(SHAPES)))
     return torch.tensor(rows).view(-1, COLUMNS)
-
-
-def unclear(picture: Tensor, corner: Tensor, seen: Tensor) -> Tensor:
-    """Rows of objects that are too pale to have a colour, and inked enough to be seen; their colour
-    is no number of one."""
-    boxes = verify.recognise(seen, [""] * len(seen))
-    places = torch.tensor([(o.x, o.y, max(o.width, o.height)) for o in boxes]).view(-1, 3)
-    places[:, :2] += corner
-    return F.pad(torch.cat([picture[:, None], places], 1), (0, COLUMNS - 4), value=-FAR)
 
 
 def loss_of(answer: tuple[Tensor, ...], table: Tensor) -> Tensor:
@@ -272,9 +291,7 @@ def train(args: argparse.Namespace) -> None:
     # a process of its own draws
     batches = DataLoader(steps, batch_size=None, num_workers=1, collate_fn=own)
     for step, (x, table) in enumerate(batches):
-        with torch.autocast("cpu", torch.bfloat16):
-            answer = model(x.contiguous(memory_format=torch.channels_last))
-        loss = loss_of(tuple(part.float() for part in answer), table)
+        loss = loss_of(model(x.contiguous(memory_format=torch.channels_last)), table)
         descend(loss, model, optimizers, learning_rate(step, args.steps, args.lr))
         if step % 200 == 0:
             print(f"{step} loss {loss.item():.4f}", flush=True)
@@ -299,7 +316,9 @@ def named(
     name = f"{hue} {SHAPES[best]}" if margins[best] > 0 else None
     like = tuple(f"{hue} {s}" for s, margin in zip(SHAPES, margins, strict=True) if margin > -1)
     (row, column), (x, y, size) = place, where
-    return world.FoundObject(name, CELL * (column + x), CELL * (row + y), CELL * size, like)
+    # a box has whole pixels, and its centre halves of them
+    x, y = (round(2 * CELL * v) / 2 for v in (column + x, row + y))
+    return world.FoundObject(name, x, y, float(round(CELL * size)), like)
 
 
 class Second:
