@@ -63,6 +63,20 @@ def test_drawn_objects_are_as_their_rows_say():
     assert marks[clear].float().mean() > 0.95 and marks[~clear].float().mean() < 0.1
 
 
+def test_half_of_the_drawn_pictures_are_those_that_a_vae_decodes(monkeypatch):
+    texts = [row["prompt"] for row in load_prompts("shapes_edit:eval")[:24]]
+    drawn = torch.stack([small.render(small.EDITS.pair(text, 0)[0]) for text in texts])
+    decoded = second_reading.decoded(drawn, torch.Generator().manual_seed(0))
+    names = [[o.name for o in one.objects] for one in small.detect(drawn)]
+    others = [[o.name for o in one.objects] for one in small.detect(decoded.clamp(0, 1))]
+    same = sum(a == b for a, b in zip(names, others, strict=True))
+    assert 6 <= same <= 18  # some errors of the latents are seen, and some are not
+
+    monkeypatch.setattr(second_reading, "decoded", lambda pictures, g: torch.zeros_like(pictures))
+    pictures, _ = second_reading.drawn(6, torch.Generator().manual_seed(0))
+    assert (pictures.flatten(1).amax(1) > 0.5).tolist() == [False] * 3 + [True] * 3
+
+
 def test_the_network_reads_drawn_edits_and_motions():
     second = second_reading.Second()
     texts = [row["prompt"] for row in load_prompts("shapes_motion:eval")[:24]]
