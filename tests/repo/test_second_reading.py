@@ -70,7 +70,7 @@ def test_half_of_the_drawn_pictures_are_those_that_a_vae_decodes(monkeypatch):
     names = [[o.name for o in one.objects] for one in small.detect(drawn)]
     others = [[o.name for o in one.objects] for one in small.detect(decoded.clamp(0, 1))]
     same = sum(a == b for a, b in zip(names, others, strict=True))
-    assert 6 <= same <= 18  # some errors of the latents are seen, and some are not
+    assert 6 <= same < 22  # some errors of the latents are seen, and some are not
 
     monkeypatch.setattr(second_reading, "decoded", lambda pictures, g: torch.zeros_like(pictures))
     pictures, _ = second_reading.drawn(6, torch.Generator().manual_seed(0))
