@@ -30,10 +30,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -171,7 +171,10 @@ def drawn(count: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def wan_vae() -> AutoencoderKLWan:
+def wan_vae() -> Any:
+    # training alone needs it, and a reward has this file, too
+    from diffusers import AutoencoderKLWan
+
     folder = Path(verify.__file__).parent / "wan"
     return AutoencoderKLWan.from_pretrained(folder, subfolder="vae", dtype=torch.float32)
 
