@@ -98,11 +98,11 @@ $(STAMP): pyproject.toml $(LOCK)
 	  echo "flowrl needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`; name another: make PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "installing into .venv: about 7 GB on Linux with PyTorch's CUDA, once; docs/install.md knows a smaller way"
+	@# To compile all modules takes minutes: each is compiled when it is first imported.
 ifeq ($(LOCK),)
-	$(BIN)/python -m pip install --upgrade --editable ".[dev]"
+	$(BIN)/python -m pip install --upgrade --no-compile --editable ".[dev]"
 else
-	@# The lock's own pip is faster than the one that Python brings, and a module is compiled when it is first
-	@# imported: together that saves three of four and a half minutes.
+	@# The lock's own pip is faster than the one that Python brings.
 	@awk '/^[^ ]/ { own = /^pip==/ } own' $(LOCK) > .venv/pip.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement .venv/pip.txt
 	$(BIN)/python -m pip install --require-hashes --requirement $(LOCK) --no-compile
