@@ -102,10 +102,12 @@ $(STAMP): pyproject.toml $(LOCK)
 ifeq ($(LOCK),)
 	$(BIN)/python -m pip install --upgrade --no-compile --editable ".[dev]"
 else
-	@# The lock's own pip is faster than the one that Python brings.
-	@awk '/^[^ ]/ { own = /^pip==/ } own' $(LOCK) > .venv/pip.txt
-	$(BIN)/python -m pip install --quiet --require-hashes --requirement .venv/pip.txt
-	$(BIN)/python -m pip install --require-hashes --requirement $(LOCK) --no-compile
+	@# uv unpacks packages side by side. It does not read pip's settings, as another index: where it finds nothing, pip installs.
+	@awk '/^[^ ]/ { own = /^uv==/ } own' $(LOCK) > .venv/uv.txt
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt
+	$(BIN)/uv pip install --python $(BIN)/python --cache-dir .venv/uv --require-hashes --requirement $(LOCK) || \
+	  $(BIN)/python -m pip install --no-compile --require-hashes --requirement $(LOCK)
+	@rm -rf .venv/uv
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 endif
 	@touch $@
