@@ -195,10 +195,10 @@ DIFFERENCES = {  # words -> lines of `show --diff` with them
     "experiment=quickstart": ["batch.group=16  # 24", "reward.shapes.reading=strict"],
     "": [],
     "RUN": ["algorithm.steps=2  # null", "model.self_check=false  # true"],
-    "quickstart RUN": ["batch.group=16  # 2", "iterations=50  # 2"],
+    "quickstart RUN": ["batch.group=16  # 2", "iterations=36  # 2"],
     "RUN quickstart": ["batch.group=2  # 16", "# no reward.shapes.reading  # strict"],
     "quickstart quickstart": [],
-    "quickstart iterations=3 quickstart": ["iterations=3  # 50"],
+    "quickstart iterations=3 quickstart": ["iterations=3  # 36"],
 }
 
 
