@@ -102,7 +102,7 @@ $(STAMP): pyproject.toml $(LOCK)
 ifeq ($(LOCK),)
 	$(BIN)/python -m pip install --upgrade --no-compile --editable ".[dev]"
 else
-	@# uv unpacks packages side by side. It does not read pip's settings, as another index: where it finds nothing, pip installs.
+	@# uv unpacks packages side by side. It does not read pip's settings, such as another index; where it fails, pip installs.
 	@awk '/^[^ ]/ { own = /^uv==/ } own' $(LOCK) > .venv/uv.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement .venv/uv.txt
 	$(BIN)/uv pip install --python $(BIN)/python --cache-dir .venv/uv --require-hashes --requirement $(LOCK) || \

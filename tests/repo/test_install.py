@@ -5,6 +5,7 @@ import ast
 import importlib.metadata
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -170,13 +171,33 @@ def test_the_page_of_installation_holds_what_is_built_and_every_extra():
     assert with_dev <= set(re.findall(r"\w+", row))
 
 
-def test_make_alone_lists_its_targets_and_pip_shows_its_progress():
+def test_make_alone_lists_its_targets():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.M)[1].split()) - {"help"}
     head = makefile.partition("\nPYTHON")[0]
     assert set(re.findall(r"^# make (\w+)", head, re.M)) == targets
     assert re.search(r"^(\w+):", makefile, re.M)[1] == "help"
-    assert "-m pip install --require-hashes --requirement $(LOCK)" in makefile  # shows progress
+
+
+def test_make_installs_the_lock_by_uv_and_without_its_success_by_pip(tmp_path):
+    """Both show their progress; uv itself comes from the lock file, too."""
+    (tmp_path / ".venv").mkdir()
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path)
+    words = ["make", "-n", "LOCK=requirements.lock", "install"]
+    said = subprocess.run(words, cwd=tmp_path, text=True, check=True, capture_output=True).stdout
+    lines = said.replace("\\\n", " ").splitlines()
+    (line,) = [line for line in lines if "--requirement requirements.lock ||" in line]
+    uv, pip = line.split(" || ")
+    for command in (uv, pip):
+        assert "--require-hashes --requirement requirements.lock" in command
+        assert "--quiet" not in command
+    assert uv.startswith(".venv/bin/uv pip install") and "-m pip install --no-compile" in pip
+    (awk,) = [line for line in said.splitlines() if "/^uv==/" in line]
+    subprocess.run(awk, shell=True, cwd=tmp_path, check=True)
+    own = (tmp_path / ".venv" / "uv.txt").read_text().splitlines()
+    assert own[0].startswith("uv==") and len(own) > 1
+    assert all(line.strip().startswith("--hash=sha256:") for line in own[1:])
 
 
 # --- the name of the distribution
