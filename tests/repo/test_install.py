@@ -193,7 +193,7 @@ def test_make_installs_the_lock_by_uv_and_without_its_success_by_pip(tmp_path):
         assert "--require-hashes --requirement requirements.lock" in command
         assert "--quiet" not in command
     assert uv.startswith(".venv/bin/uv pip install") and "-m pip install --no-compile" in pip
-    (awk,) = [line for line in said.splitlines() if "/^uv==/" in line]
+    (awk,) = [line for line in lines if "/^uv==/" in line]
     subprocess.run(awk, shell=True, cwd=tmp_path, check=True)
     own = (tmp_path / ".venv" / "uv.txt").read_text().splitlines()
     assert own[0].startswith("uv==") and len(own) > 1
