@@ -11,8 +11,13 @@ import yaml
 
 from flowrl.config.load import load_config
 
+QUICKSTART = load_config("quickstart")
 CASES = {  # options -> settings of the config that is written
-    "": {"model.source": "package:flowrl.shapes/weights", "iterations": 50, "batch.group": 16},
+    "": {
+        "model.source": "package:flowrl.shapes/weights",
+        "iterations": QUICKSTART.iterations,
+        "batch.group": QUICKSTART.batch.group,
+    },
     "--reward jpeg": {"reward": ["jpeg"], "batch.group": 8, "data.eval": "shapes:eval"},
     "--model sdxl": {"reward": ["pickscore"], "data.eval": "everyday:eval"},
     "--memory 24gb": {"model.quantize": "none", "model.offload": "none"},
