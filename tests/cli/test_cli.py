@@ -191,14 +191,15 @@ def test_a_full_disk_at_the_end_is_a_failure_while_running(run, tmp_path, monkey
     assert result.stderr.splitlines()[-1] == "flowrl: [Errno 28] No space left on device"
 
 
+ITERATIONS = load_config("quickstart").iterations
 DIFFERENCES = {  # words -> lines of `show --diff` with them
     "experiment=quickstart": ["batch.group=16  # 24", "reward.shapes.reading=strict"],
     "": [],
     "RUN": ["algorithm.steps=2  # null", "model.self_check=false  # true"],
-    "quickstart RUN": ["batch.group=16  # 2", "iterations=36  # 2"],
+    "quickstart RUN": ["batch.group=16  # 2", f"iterations={ITERATIONS}  # 2"],
     "RUN quickstart": ["batch.group=2  # 16", "# no reward.shapes.reading  # strict"],
     "quickstart quickstart": [],
-    "quickstart iterations=3 quickstart": ["iterations=3  # 36"],
+    "quickstart iterations=3 quickstart": [f"iterations=3  # {ITERATIONS}"],
 }
 
 
