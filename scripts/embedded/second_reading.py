@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import flowrl
+from flowrl.runtime.store import run_folder
 from flowrl.scenes import grammar, world
 from flowrl.scenes import shapes as small
 from flowrl.scenes.edits import Edits
@@ -398,9 +398,18 @@ def second_edit(media: Tensor, prompts: list[str], context: MediaContext) -> Ten
 def agree(args: argparse.Namespace) -> None:
     """Print both readings of a run's held-out samples, and how often they say the same."""
     for folder in args.runs:
-        rows = json.loads((folder / "evaluation.json").read_text())["rows"]
+        try:
+            rows = run_folder.read_evaluation(folder).get("rows", [])
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
+        values = [row["values"] for row in rows]
+        keys = sorted({k for row in values for k in row if k.endswith("/strict") or "second" in k})
+        if len(keys) != 2:
+            raise SystemExit(
+                f"{folder / run_folder.EVALUATION} should have two readings, and has"
+                f" {', '.join(keys) or 'none'}; train with the words of `second_reading.py -h`"
+            )
         for row in rows:
-            keys = sorted(k for k in row["values"] if k.endswith("/strict") or "second" in k)
             other, first = (row["values"][key] for key in keys)
             same = statistics.mean(float(a == b) for a, b in zip(first, other, strict=True))
             shares = [statistics.mean(values) for values in (first, other)]
@@ -422,4 +431,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
+    if given.what == "agree" and not given.runs:
+        parser.error("agree needs the folder of a run")
     {"train": train, "agree": agree}[given.what](given)

@@ -1,5 +1,7 @@
 """What a reader and a second network say of samples that the verifier of shapes judges."""
 
+import argparse
+import json
 from itertools import compress
 
 import contact_sheet
@@ -118,3 +120,28 @@ def test_the_network_calls_pale_objects_unclear():
     pale = 1 - 0.3 * (1 - image)
     found = second_reading.Second().detect(torch.stack([image, pale]))
     assert [[o.name is not None for o in one.objects] for one in found] == [[True], [False]]
+
+
+def test_two_readings_of_a_run_are_compared(tmp_path, capsys):
+    values = {"shapes/strict": [1, 1, 0, 0], "second": [1, 0, 0, 0], "jpeg": [0.5] * 4}
+    row = {"name": "after", "values": values}
+    (tmp_path / "evaluation.json").write_text(json.dumps({"rows": [row]}))
+    second_reading.agree(argparse.Namespace(runs=[tmp_path]))
+    said = capsys.readouterr().out
+    assert said.endswith("verifier 0.500, network 0.250, same verdict on 0.750 of 4\n")
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (None, "evaluation.json should have two readings, and has none; train with the words"),
+        ({}, "two readings, and has none"),
+        ({"rows": [{"name": "a", "values": {"s/strict": [1]}}]}, "and has s/strict; train"),
+        ({"rows": 1}, "evaluation.json.*rows.*evaluate again"),
+    ],
+)
+def test_a_run_without_two_readings_is_refused(tmp_path, record, said):
+    if record is not None:
+        (tmp_path / "evaluation.json").write_text(json.dumps(record))
+    with pytest.raises(SystemExit, match=said):
+        second_reading.agree(argparse.Namespace(runs=[tmp_path]))
