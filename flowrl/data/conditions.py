@@ -8,6 +8,7 @@ any other argument of the call, {"conditions": {"strength": 0.6}}.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,22 @@ def _placed(value: Any, what: str, folder: Path) -> Any:
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
     return str(path)
+
+
+def from_folder(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """An entry with its pictures as paths from a folder, where `check_entry` finds them again."""
+    out = {k: _from(v, folder) if is_picture(k) else v for k, v in entry.items()}
+    if isinstance(more := entry.get("conditions"), dict):
+        out["conditions"] = from_folder(more, folder)
+    return out
+
+
+def _from(value: Any, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_from(each, folder) for each in value]
+    if not isinstance(value, str):
+        return value
+    return Path(os.path.relpath(located(value).resolve(), folder.resolve())).as_posix()
 
 
 def _is_array(value: Any) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # headers are read without torch, which takes seconds to impo
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # suffixes of videos that can be written
+SMALL = 128  # px; frames of a shorter side keep the colour of every pixel in an .mp4
 ARRAY = ".npy"  # suffix of a file that holds the numbers of any media as they are
 # suffixes that are read with the extra "video"
 PYAV_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -500,10 +501,12 @@ def _save_mp4(media: Tensor, path: Path, fps: int, about: str) -> None:
         raise ValueError(
             f"mp4 (yuv420p) needs even sides; the frames are {width}x{height}; save as .gif"
         )
+    # one sample of colour for four pixels hides the colour of small objects in small frames
+    form = "yuv444p" if min(height, width) <= SMALL else "yuv420p"
     with files.replacing(path) as temporary, av.open(str(temporary), "w", "mp4") as container:
         container.metadata["comment"] = about
         stream = container.add_stream("libx264", rate=Fraction(fps))
-        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = width, height, form
         stream.options = {"crf": "18"}
         for pixels in to_uint8(media).permute(0, 2, 3, 1).cpu().numpy():
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")

@@ -138,6 +138,8 @@ def read_list(
                 " not written with /; if you trust the list, give it by its own path (--prompts,"
                 " data.offline), which may name files anywhere"
             )
+        if isinstance(own := entry.get("entry"), Mapping):  # of `flowrl generate`: its prompt's
+            entry = {**own, **{key: value for key, value in entry.items() if key != "entry"}}
         out.append((where, {**entry, "file": file}))
     return out
 
@@ -193,6 +195,7 @@ def _own(place: Path, suffixes: Sequence[str]) -> list[Sample]:
     """Read a folder's own list, which must name every image below the folder."""
     source = next((place / name for name in OWN_LISTS if (place / name).is_file()), None)
     if source is None:
+        images(place, suffixes)  # a folder without any has no list, either
         known = f" or a {' or '.join(OWN_LISTS[:2])} in it" if place.is_dir() else ""
         raise ValueError(
             f"{place} has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl{known}"

@@ -21,7 +21,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from flowrl.data import tables
+from flowrl.data import conditions, tables
 from flowrl.data.samples import LIST, Sample
 from flowrl.runtime.store import files as disk
 
@@ -107,6 +107,7 @@ def write(target: Path, scored: Sequence[ScoredSample], weights: Mapping[str, fl
         entry(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
         for item, file in zip(scored, files, strict=True)
     ]
+    entries = [conditions.from_folder(line, path.parent) for line in entries]
     return tables.write(path, entries)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,8 +27,10 @@ from flowrl.rewards.core.failures import RewardBug, RewardUnavailable, explained
 from flowrl.rewards.core.reward import COLUMNS, ORIGINS, Reward
 from flowrl.rewards.core.reward_set import RewardSet, Spec, load_set
 from flowrl.runtime.copies import own
+from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.text import printable
 from flowrl.types import MediaContext, Rewards
 
 
@@ -130,6 +132,7 @@ def score(
     """
     context = MediaContext() if context is None else context
     media = check_media(media, prompts)
+    _check_context(context, len(media))
     return score_with(load_set(rewards).to(media.device), media, prompts, context)
 
 
@@ -210,6 +213,8 @@ def readings(
     """Readings that evaluation shows, name -> (B,) fp32: every reward, "total", and each reward's
     parts as <label>/<part>. NaN where scoring failed."""
     scored = score(media, prompts, rewards, context)
+    for problem in scored.errors[:1]:
+        logger.warning(f"not scored: {printable(problem)}")
     out = {**scored.raw, "total": scored.total}
     samples, visible = Samples(media=media, prompts=prompts, context=context), _visible(media)
     asked = {label: own.cpu() for label, own in scored.asked.items()}
@@ -324,6 +329,11 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
             f"media has shape {tuple(media.shape)}; the first axis is the samples, and each needs"
             " one more at least"
         )
+    if not media.numel() and len(media):
+        raise ValueError(f"media has shape {tuple(media.shape)}, which holds no pixel")
+    listed = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    if not listed or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"prompts={printable(repr(prompts), 60)}; give a list, a text a sample")
     if len(prompts) != len(media):
         raise ValueError(f"{len(media)} media but {len(prompts)} prompts; give one prompt a sample")
     media = media.detach()
@@ -338,6 +348,26 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
             " [-1, 1], media / 255 from bytes"
         )
     return media
+
+
+def _check_context(context: Any, count: int) -> None:
+    """Raise ValueError unless each column of a context has an entry for each of `count` samples."""
+    if not isinstance(context, MediaContext):
+        raise ValueError(
+            f"context is a {type(context).__name__}; give flowrl.types.MediaContext(meta=..., ...)"
+        )
+    for name in given_columns(context):
+        column = getattr(context, name)
+        kind, called = (list | tuple, "list") if name == "meta" else (Tensor, "tensor")
+        if not isinstance(column, kind):
+            raise ValueError(
+                f"context.{name} is a {type(column).__name__}; give a {called} with an entry for"
+                " each sample"
+            )
+        if (size := len(column)) != count:
+            raise ValueError(
+                f"context.{name} has {size} entries for {count} media; give one for each sample"
+            )
 
 
 def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str]) -> None:

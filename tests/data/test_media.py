@@ -10,8 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+import flowrl
 from flowrl.data import media
 from flowrl.report import grids
+from flowrl.scenes import shapes
 
 
 def test_rounding_goes_to_the_nearest_byte_and_clamps():
@@ -59,6 +61,15 @@ def test_mp4_without_its_extra_names_the_extra_and_leaves_no_file(tmp_path, monk
     with pytest.raises(ValueError, match=r"pip install -e '\S*\[video\]'"):
         media.save(torch.rand(2, 3, 8, 8), tmp_path / "x.mp4")
     assert not (tmp_path / "x.mp4").exists()
+
+
+@pytest.mark.parametrize("text", ["a purple square appears", "a blue circle moves left"])
+def test_small_shapes_keep_their_colour_in_an_mp4(tmp_path, text):
+    pytest.importorskip("av")
+    drawn = torch.stack([shapes.render(scene) for scene in shapes.MOTIONS.frames(text, 0)])
+    read = media.read_media(media.save(drawn, tmp_path / "x.mp4"), frames=len(drawn))
+    total = flowrl.score(torch.stack([drawn, read]), [text] * 2, {"shapes_motion": 1.0}).total
+    assert total.min() > 0.95
 
 
 def test_mp4_is_written_where_the_extra_is_installed(tmp_path):

@@ -130,3 +130,11 @@ def test_a_list_that_is_given_counts_as_read(caplog):
     listing("all/own.jsonl", {"file": "a.png", "prompt": "x"})
     collect([Path("all")], prompts=Path("all/own.jsonl"))
     assert "not read" not in caplog.text
+
+
+def test_a_line_of_generate_brings_the_record_of_its_prompt():
+    noise("made/a.png")
+    own = {"prompt": "remove it", "image": "source.png", "place": "elsewhere"}
+    listing("made/metadata.jsonl", {"file_name": "a.png", "prompt": "remove it", "entry": own})
+    (sample,) = collect([Path("made")])
+    assert sample.meta == {"image": "source.png", "place": "elsewhere"}

@@ -19,7 +19,7 @@ from image_files import (  # noqa: F401  a fixture for every test
 from PIL import Image
 
 from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
-from flowrl.data import scored_folder
+from flowrl.data import scored_folder, tables
 from flowrl.data.media import ORIENTATION, image_size, read_image, read_media, save
 from flowrl.data.samples import Sample
 from flowrl.data.scored_folder import ScoredSample
@@ -385,3 +385,18 @@ def test_a_reward_that_compares_groups_cannot_score_files():
 
     with pytest.raises(ValueError, match='needs the context column "group"'):
         files.with_meta([], load_set({"compare": Compare()}))
+
+
+def test_a_scored_folder_finds_the_pictures_that_its_prompts_name():
+    for name in ("made/a.png", "sources/x.png", "sources/y.png"):
+        noise(name)
+    more = {"image": "sources/x.png", "conditions": {"mask_image": ["sources/y.png"], "s": "y.png"}}
+    sample = Sample(path=Path("made/a.png"), prompt="remove it", meta=more)
+    item = ScoredSample(sample=sample, scores={"jpeg": 1.0}, total=1.0)
+    path = scored_folder.write(Path("deep/best"), [item], {"jpeg": 1.0})
+    ((_, line),) = tables.read(path)
+    assert [Path(line["image"]).resolve(), Path(line["conditions"]["mask_image"][0]).resolve()] == [
+        Path("sources/x.png").resolve(),
+        Path("sources/y.png").resolve(),
+    ]
+    assert line["conditions"]["s"] == "y.png"

@@ -1,6 +1,7 @@
 """Suites on run folders: base and tuned model from the same noise, and what records say."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -235,3 +236,17 @@ def test_a_folder_that_is_no_run_is_refused(run, tmp_path):
             "title: t\nprompts: shapes:eval\nrewards: {shapes: 1}\nmetric: shapes/stricter"
         )
         evaluate_runs([run], str(tmp_path / "s.yaml"), SuiteOptions(count=1, images=1, steps=1))
+
+
+def test_a_reward_that_scores_no_sample_is_named_with_its_reason(run, tmp_path, caplog):
+    (tmp_path / "own.py").write_text(
+        "import flowrl\n\n\n@flowrl.reward\ndef fails(media, prompts, context=None):\n"
+        "    raise ValueError('the source shows nothing')\n"
+    )
+    (tmp_path / "s.yaml").write_text(
+        f"title: t\nprompts: shapes:eval\nrewards: {{'{tmp_path}/own.py:fails': 1}}\n"
+        f"metric: {tmp_path}/own.py:fails/strict"
+    )
+    with pytest.raises(ValueError, match='own.py:fails" scored none of the samples; the warning'):
+        evaluate_runs([run], str(tmp_path / "s.yaml"), SuiteOptions(count=1, images=1, steps=1))
+    assert re.search("not scored: .*fails: ValueError: the source shows nothing", caplog.text)

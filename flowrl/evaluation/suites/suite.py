@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 
 from flowrl.config.compose import config_folder, options, read_yaml
@@ -100,6 +101,11 @@ class Suite(Settings):
     @property
     def headline(self) -> str:
         return self.metric or next(iter(self.rewards))
+
+    @property
+    def leading(self) -> str | None:
+        """The reward that the headline is, or is a part of; None: none of the suite's."""
+        return next((k for k in self.rewards if f"{self.headline}/".startswith(f"{k}/")), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +217,7 @@ def _check_names(name: str, suite: Suite) -> None:
         raise ValueError(
             f'suite "{name}" names {twice[0]} among rewards and among held_out; keep one of the two'
         )
-    if suite.headline.partition("/")[0] not in suite.rewards:
+    if suite.leading is None:
         raise ValueError(
             f'suite "{name}": metric={suite.metric} is not one of its'
             f" rewards{did_you_mean(suite.headline, suite.rewards)}"
@@ -326,6 +332,12 @@ def _settings(
 
 def _check_headline(task: Task, measured: Measured) -> None:
     if (metric := task.suite.headline) not in measured.values:
+        label = task.suite.leading
+        if label in measured.values and np.isnan(measured.values[label]).all():
+            raise ValueError(
+                f'suite "{task.name}": reward "{label}" scored none of the samples; the warning'
+                " says why"
+            )
         raise ValueError(
             f'suite "{task.name}": metric={metric} was not'
             f" measured{did_you_mean(metric, measured.values)}"

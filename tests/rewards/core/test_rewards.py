@@ -474,3 +474,36 @@ def test_jpeg_states_the_scale_it_was_loaded_with():
         rewards.load("jpeg", scale="ddpo", quality=80).scale == "minus kilobytes at JPEG quality 80"
     )
     assert rewards.load("jpeg").scale == rewards.reward_class("jpeg").scale
+
+
+# --- what a context holds
+
+SOURCE = torch.rand(1, 3, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("context", "said"),
+    [
+        (MediaContext(source=SOURCE.expand(5, -1, -1, -1)), "source has 5 entries for 4 media"),
+        (MediaContext(source=SOURCE), "source has 1 entries for 4 media"),
+        (MediaContext(meta=[{}]), "meta has 1 entries for 4 media"),
+        (MediaContext(meta={}), "meta is a dict; give a list with an entry for each sample"),
+        (MediaContext(source=[SOURCE]), "source is a list; give a tensor with an entry for each"),
+        ({"source": SOURCE}, "context is a dict; give flowrl.types.MediaContext"),
+    ],
+)
+def test_a_context_has_an_entry_for_each_sample(media, context, said):
+    """A chunk that fails is scored one by one, and must not pass there with other samples' rows."""
+    with pytest.raises(ValueError, match=said):
+        rewards.score(media, PROMPTS, {"a": brightness}, context)
+
+
+@pytest.mark.parametrize("prompts", ["four", None, [1, 2, 3, 4], [None] * 4])
+def test_prompts_are_a_list_of_texts(media, prompts):
+    with pytest.raises(ValueError, match="prompts=.*; give a list, a text a sample"):
+        rewards.score(media, prompts, {"a": brightness})
+
+
+def test_media_without_pixels_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(4, 3, 0, 8\), which holds no pixel"):
+        rewards.score(torch.rand(4, 3, 0, 8), PROMPTS, {"a": brightness})
