@@ -138,7 +138,8 @@ def read_list(
                 " not written with /; if you trust the list, give it by its own path (--prompts,"
                 " data.offline), which may name files anywhere"
             )
-        if isinstance(own := entry.get("entry"), Mapping):  # of `flowrl generate`: its prompt's
+        # in a line of `flowrl generate` it is the record of the prompt
+        if isinstance(own := entry.get("entry"), Mapping):
             entry = {**own, **{key: value for key, value in entry.items() if key != "entry"}}
         out.append((where, {**entry, "file": file}))
     return out

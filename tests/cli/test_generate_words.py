@@ -102,6 +102,12 @@ def test_an_edit_model_is_loaded_with_the_picture_of_its_prompt_and_what_it_make
     Path("one.jsonl").write_text(json.dumps(line))
     result, text = said("shapes-edit", "one.jsonl", "--steps", "1", "-o", "made.png")
     assert result.exit_code == 0 and "the same with --reward shapes_edit -o FOLDER/" in text
+    EDITS.picture(before).resize((32, 32)).save("small.png")
+    two = [line, line | {"image": "small.png"}]
+    Path("two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in two))
+    result, text = said("shapes-edit", "two.jsonl", "--steps", "1", "-o", "two/")
+    sizes = "image has 32 x 32 pixels, and that of the first prompt 64 x 64 pixels"
+    assert result.exit_code == 2 and f"{sizes}; give this pipeline pictures of one" in text
     own = (line["prompt"], "--steps", "1", "-o", "own.png")
     result, text = said("shapes-edit", *own, "--pipeline", "image=0.png")
     assert result.exit_code == 0 and text == "own.png"

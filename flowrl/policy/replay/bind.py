@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from flowrl.policy.replay.arguments import SCALE, CallPlan, Cond, Group, Path, Slot, get
 from flowrl.policy.replay.call import Replay
 from flowrl.policy.replay.classify import differs
-from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.errors import CallError, UnreplayableError
 from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.record import DenoiserCall, RecordedStep
@@ -105,14 +106,19 @@ def _bind(
     slots = [slot for plans in replay.regimes for c in plans.calls for slot in c.slots]
     moving = any(slot.moving for slot in slots)
     last = [float("inf"), *replay.boundaries][-1]  # times of the last regime lie below this one
-    iterations = prober.run(
-        items,
-        steps,
-        latents=lambda j: zeros,
-        stop=lambda j, it: not moving and j > 0 and bool(it.time < last),
-        grad=grad,
-        doing=ENCODING,
-    )
+    try:
+        iterations = prober.run(
+            items,
+            steps,
+            latents=lambda j: zeros,
+            stop=lambda j, it: not moving and j > 0 and bool(it.time < last),
+            grad=grad,
+            doing=ENCODING,
+        )
+    except CallError as error:
+        if other := _other_size(prober.example, items):
+            raise CallError(other) from error
+        raise
     if tuple(iterations[0].sample.shape[1:]) != replay.shape:
         raise UnreplayableError(
             f"latents of {tuple(iterations[0].sample.shape[1:])} for these conditions, and of"
@@ -144,6 +150,21 @@ def _bind(
         kept.append([c[0] for c in calls])
         shared.append([c[1] for c in calls])
     return Bound(kept, shared, len(items))
+
+
+def _other_size(example: Mapping[str, Any], items: Sequence[PromptItem]) -> str:
+    """Name the first picture whose size is not the example's; "": there is none."""
+    for item in items:
+        for name, value in item.conditions.items():
+            pair = (value, example.get(name))
+            sizes = [picture.size for picture in pair if isinstance(picture, Image.Image)]
+            if len(sizes) == 2 and sizes[0] != sizes[1]:
+                has, first = (f"{width} x {height} pixels" for width, height in sizes)
+                return (
+                    f"{name} has {has}, and that of the first prompt {first}; give this pipeline"
+                    " pictures of one size"
+                )
+    return ""
 
 
 def _call(
