@@ -138,8 +138,8 @@ def read_list(
                 " not written with /; if you trust the list, give it by its own path (--prompts,"
                 " data.offline), which may name files anywhere"
             )
-        # in a line of `flowrl generate` it is the record of the prompt
-        if isinstance(own := entry.get("entry"), Mapping):
+        # a line of `flowrl generate` holds the record of its prompt
+        if {"place", "seed"} <= entry.keys() and isinstance(own := entry.get("entry"), Mapping):
             entry = {**own, **{key: value for key, value in entry.items() if key != "entry"}}
         out.append((where, {**entry, "file": file}))
     return out

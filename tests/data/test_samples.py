@@ -134,7 +134,10 @@ def test_a_list_that_is_given_counts_as_read(caplog):
 
 def test_a_line_of_generate_brings_the_record_of_its_prompt():
     noise("made/a.png")
-    own = {"prompt": "remove it", "image": "source.png", "place": "elsewhere"}
-    listing("made/metadata.jsonl", {"file_name": "a.png", "prompt": "remove it", "entry": own})
+    line = {"file_name": "a.png", "prompt": "remove it", "entry": {"image": "x.png", "seed": "no"}}
+    listing("made/metadata.jsonl", line | {"place": 0, "seed": 3})
     (sample,) = collect([Path("made")])
-    assert sample.meta == {"image": "source.png", "place": "elsewhere"}
+    assert sample.meta == {"image": "x.png", "place": 0, "seed": 3}
+    listing("made/metadata.jsonl", line)  # somebody else's column of that name
+    (sample,) = collect([Path("made")])
+    assert sample.meta == {"entry": line["entry"]}
