@@ -8,7 +8,6 @@ any other argument of the call, {"conditions": {"strength": 0.6}}.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from flowrl.data.as_seen import as_seen
 from flowrl.data.media import from_pil, media_kind
 from flowrl.data.stored import PictureCell
 from flowrl.runtime.log import logger
-from flowrl.runtime.paths import located, nearby
+from flowrl.runtime.paths import located, nearby, relative
 from flowrl.runtime.text import printable
 from flowrl.runtime.typed_text import is_picture
 
@@ -87,9 +86,7 @@ def from_folder(entry: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _from(value: Any, folder: Path) -> Any:
     if isinstance(value, list):
         return [_from(each, folder) for each in value]
-    if not isinstance(value, str):
-        return value
-    return Path(os.path.relpath(located(value).resolve(), folder.resolve())).as_posix()
+    return relative(located(value), folder) if isinstance(value, str) else value
 
 
 def _is_array(value: Any) -> bool:

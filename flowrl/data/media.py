@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # headers are read without torch, which takes seconds to impo
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # suffixes of videos that can be written
-SMALL = 128  # px; frames of a shorter side keep the colour of every pixel in an .mp4
 ARRAY = ".npy"  # suffix of a file that holds the numbers of any media as they are
 # suffixes that are read with the extra "video"
 PYAV_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+SMALL = 128  # px; frames whose shorter side has at most so many keep all colours in an .mp4
 MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # suffixes that are read
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # formats that are read, whatever the suffix says
 MAX_PIXELS = 2**26  # most pixels of a picture: 8192 x 8192

@@ -13,7 +13,6 @@ such folders for training.
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Any
 
 from flowrl.data import conditions, tables
 from flowrl.data.samples import LIST, Sample
+from flowrl.runtime.paths import relative
 from flowrl.runtime.store import files as disk
 
 
@@ -104,10 +104,9 @@ def write(target: Path, scored: Sequence[ScoredSample], weights: Mapping[str, fl
     if target != path:
         files = _copy(files, target / "media")
     entries = [
-        entry(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
+        conditions.from_folder(entry(item, relative(file, path.parent), weights), path.parent)
         for item, file in zip(scored, files, strict=True)
     ]
-    entries = [conditions.from_folder(line, path.parent) for line in entries]
     return tables.write(path, entries)
 
 

@@ -55,6 +55,11 @@ def located(path: str | Path, folder: str | Path = "") -> Path:
     return found
 
 
+def relative(path: Path, folder: Path) -> str:
+    """Write a path as it leads from a folder, with / on every system; links are followed."""
+    return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+
+
 def nearby(path: str | Path) -> str:
     """Say how a path that does not exist differs from one that does, to end a sentence; "" if no
     path is near."""

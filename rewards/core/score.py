@@ -132,7 +132,6 @@ def score(
     """
     context = MediaContext() if context is None else context
     media = check_media(media, prompts)
-    _check_context(context, len(media))
     return score_with(load_set(rewards).to(media.device), media, prompts, context)
 
 
@@ -144,6 +143,7 @@ def score_with(
     if chosen.ready is not None:  # networks that wait in host memory come to their device
         chosen.ready()
     # Refuse media that no reward can score.
+    check_context(context, len(media))
     check_columns(chosen, given_columns(context))
     check_kind(chosen.rewards, media, prompts)
     # Score with each reward in turn, on samples whose pixels are finite.
@@ -213,8 +213,7 @@ def readings(
     """Readings that evaluation shows, name -> (B,) fp32: every reward, "total", and each reward's
     parts as <label>/<part>. NaN where scoring failed."""
     scored = score(media, prompts, rewards, context)
-    for problem in scored.errors[:1]:
-        logger.warning(f"not scored: {printable(problem)}")
+    say_problem(scored)
     out = {**scored.raw, "total": scored.total}
     samples, visible = Samples(media=media, prompts=prompts, context=context), _visible(media)
     asked = {label: own.cpu() for label, own in scored.asked.items()}
@@ -246,6 +245,12 @@ def _parts(
             queue += _retry_units(reward, samples.context, rows) if rows is visible else []
             continue
         yield rows, found
+
+
+def say_problem(scored: Rewards) -> None:
+    """Warn of the first sample that could not be scored."""
+    for problem in scored.errors[:1]:
+        logger.warning(f"not scored: {printable(problem)}")
 
 
 def reward_metrics(rewards: Rewards) -> dict[str, float]:
@@ -350,7 +355,7 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     return media
 
 
-def _check_context(context: Any, count: int) -> None:
+def check_context(context: Any, count: int) -> None:
     """Raise ValueError unless each column of a context has an entry for each of `count` samples."""
     if not isinstance(context, MediaContext):
         raise ValueError(
@@ -364,9 +369,11 @@ def _check_context(context: Any, count: int) -> None:
                 f"context.{name} is a {type(column).__name__}; give a {called} with an entry for"
                 " each sample"
             )
-        if (size := len(column)) != count:
+        size = len(column) if getattr(column, "ndim", 1) else 0
+        if size != count:
             raise ValueError(
-                f"context.{name} has {size} entries for {count} media; give one for each sample"
+                f'context.{name} has {size} entries for {count} media; "{name}" should have one row'
+                f" for each of the {count} prompts"
             )
 
 

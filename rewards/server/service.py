@@ -24,7 +24,14 @@ from torch import Tensor
 
 from flowrl import __version__
 from flowrl.rewards import RewardSet, RewardUnavailable, score
-from flowrl.rewards.core.score import check_columns, check_kind, check_media, take
+from flowrl.rewards.core.score import (
+    check_columns,
+    check_context,
+    check_kind,
+    check_media,
+    given_columns,
+    take,
+)
 from flowrl.rewards.server import wire
 from flowrl.rewards.server.json_weight import weigh
 from flowrl.rewards.server.room import Room
@@ -130,18 +137,11 @@ class Service:
     def job(self, question: wire.ScoreRequest) -> Job:
         """Unpack a request and check that the rewards can take it."""
         rewards, prompts = self._chosen(question.reward), question.prompts
-        columns = _columns(question)
-        given = {name: column for name, column in columns.items() if column is not None}
-        for name, column in given.items():
-            rows = column.shape[:1] if isinstance(column, Tensor) else (len(column),)
-            if rows != (len(prompts),):
-                raise ValueError(
-                    f'"{name}" should have one row for each of the {len(prompts)} prompts'
-                )
+        context = MediaContext(**_columns(question))
+        check_context(context, len(prompts))
         media = check_media(wire.unpack_media(question.media), prompts)
-        check_columns(rewards, given)
+        check_columns(rewards, given_columns(context))
         check_kind(rewards.rewards, media, prompts)
-        context = MediaContext(**columns)
         return Job(
             id=question.id, reward=question.reward, media=media, prompts=prompts, context=context
         )

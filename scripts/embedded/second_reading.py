@@ -402,8 +402,8 @@ def agree(args: argparse.Namespace) -> None:
             rows = run_folder.read_evaluation(folder).get("rows", [])
         except ValueError as error:
             raise SystemExit(str(error)) from error
-        values = [row["values"] for row in rows]
-        keys = sorted({k for row in values for k in row if k.endswith("/strict") or "second" in k})
+        read = {key for row in rows for key in row["values"]}
+        keys = sorted(key for key in read if key.endswith("/strict") or "second" in key)
         if len(keys) != 2:
             raise SystemExit(
                 f"{folder / run_folder.EVALUATION} should have two readings, and has"

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.policy.replay.arguments import SCALE, CallPlan, Cond, Group, Path, Slot, get
+from flowrl.policy.replay.blame import short
 from flowrl.policy.replay.call import Replay
 from flowrl.policy.replay.classify import differs
 from flowrl.policy.replay.errors import CallError, UnreplayableError
@@ -157,12 +158,11 @@ def _other_size(example: Mapping[str, Any], items: Sequence[PromptItem]) -> str:
     for item in items:
         for name, value in item.conditions.items():
             pair = (value, example.get(name))
-            sizes = [picture.size for picture in pair if isinstance(picture, Image.Image)]
-            if len(sizes) == 2 and sizes[0] != sizes[1]:
-                has, first = (f"{width} x {height} pixels" for width, height in sizes)
+            sizes = [short(picture) for picture in pair if isinstance(picture, Image.Image)]
+            if len(set(sizes)) == 2:
                 return (
-                    f"{name} has {has}, and that of the first prompt {first}; give this pipeline"
-                    " pictures of one size"
+                    f"{name} has {sizes[0]}, and that of the first prompt {sizes[1]}; give this"
+                    " pipeline pictures of one size"
                 )
     return ""
 

@@ -104,7 +104,7 @@ def _advice(
         return f"it may need {' and '.join(lacking)}: {WAY}"
     could = named or [name for name in given if name in read]
     if could or "prompt" in read:
-        each = ", ".join(f"{name}={_short(given[name])}" for name in could) or "the prompts"
+        each = ", ".join(f"{name}={short(given[name])}" for name in could) or "the prompts"
         return f"correct or leave out what model.pipeline or the prompts give: {printable(each)}"
     absent = [name for name, part in pipe.components.items() if part is None]
     if absent and hasattr(pipe, "update_components"):  # a modular pipeline
@@ -124,10 +124,10 @@ def _names(message: str, argument: str) -> bool:
     return re.search(rf"\b{re.escape(argument)}\b", message) is not None
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Write a value into a sentence: pictures by number and size, which their texts do not tell."""
     if isinstance(value, list) and value and all(isinstance(v, Image.Image) for v in value):
-        return f"{len(value)} pictures, the first {_short(value[0])}"
+        return f"{len(value)} pictures, the first {short(value[0])}"
     if isinstance(value, Image.Image):
         return f"{value.width} x {value.height} pixels"
     return repr(value)

@@ -13,17 +13,16 @@ from torch import Tensor
 from flowrl.data.conditions import Conditions, context_of
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, score
+from flowrl.rewards.core.score import say_problem
 from flowrl.rollouts.generation import encoded, path_of, sample
 from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.rollouts.scorer import media_of
 from flowrl.rollouts.velocity import passes
 from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.log import logger
-from flowrl.runtime.text import printable
 from flowrl.samplers import keys, tree
 from flowrl.samplers.common.forest import NodeKeys
 from flowrl.samplers.plan import nfe
-from flowrl.types import MediaContext, Plan, Rewards, Rollout, Solver
+from flowrl.types import MediaContext, Plan, Rollout, Solver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +95,6 @@ class SampleRequest:
         scored = score(media, texts, rewards, self.context(whose, media))
         say_problem(scored)
         return scored.total.nan_to_num(-torch.inf).cpu()
-
-
-def say_problem(scored: Rewards) -> None:
-    """Warn of the first sample that could not be scored."""
-    for problem in scored.errors[:1]:
-        logger.warning(f"not scored: {printable(problem)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from flowrl.data.conditions import context_of
 from flowrl.policy import Policy
 from flowrl.report import grids
 from flowrl.rewards import score
-from flowrl.rollouts.inference.candidates import say_problem
+from flowrl.rewards.core.score import say_problem
 from flowrl.rollouts.inference.generate import generate
 from flowrl.runtime.log import Progress, warned_once
 from flowrl.runtime.store import files, lines
